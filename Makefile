@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 CXX_FILES := $(sort $(shell find kernels tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
 # What the installed package depends on beside its Python sources, which an editable install reads in place.
-PACKAGE_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(filter kernels/%,$(CXX_FILES)) $(wildcard src/moe_megakernel/__init__.py)
+PACKAGE_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(filter kernels/%,$(CXX_FILES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

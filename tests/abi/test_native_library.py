@@ -89,6 +89,12 @@ def test_it_needs_libtorch_and_no_python(dynamic_section: dict[str, list[str]]) 
     assert not [name for name in needed if re.match(r"lib(python|torch_python|c10|cudart|cuda|nvrtc)", name)]
 
 
+def test_it_shares_the_cxx_run_time_with_libtorch(library: Path, undefined_symbols: list[str]) -> None:
+    """With a copy of its own (libstdc++.a) the first exception that crosses into libtorch crashes the process."""
+    assert [symbol for symbol in undefined_symbols if symbol.startswith("__cxa_throw@")]
+    assert "__cxa_throw" not in _tool("nm", "--dynamic", "--defined-only", str(library))
+
+
 def test_it_has_no_run_path(dynamic_section: dict[str, list[str]]) -> None:
     assert "RPATH" not in dynamic_section
     assert "RUNPATH" not in dynamic_section
