@@ -1,0 +1,30 @@
+"""Mixture-of-experts layers for PyTorch: `torch.ops.moe.dispatch_gemm_combine` and what belongs to it.
+
+Importing the package registers the ops. It never initialises CUDA and works without a GPU and without the native
+library.
+"""
+
+from . import ops as _ops  # registers torch.ops.moe.*
+from .config import get_timeout, set_timeout
+from .distributed.capacity import rebuild, reserve
+from .distributed.partition import expert_range
+from .errors import CapacityError, GroupError, MismatchError, MoEError, RoutingError, check_errors
+from .workspace import workspace_bytes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "GroupError",
+    "MismatchError",
+    "MoEError",
+    "RoutingError",
+    "check_errors",
+    "expert_range",
+    "get_timeout",
+    "rebuild",
+    "reserve",
+    "set_timeout",
+    "workspace_bytes",
+]
+del _ops

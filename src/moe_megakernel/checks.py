@@ -1,0 +1,100 @@
+"""Argument checks of the op: one clear error before anything runs, `op: argument: expected ..., got ...`.
+
+Only shapes, dtypes, devices and options are looked at, never values, so that the checks cost no synchronisation and
+can run in a trace. Expert ids are checked where they are sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .activations import Activation
+from .distributed.partition import expert_range
+from .reference.numerics import compute_dtype
+from .schemas import Inputs
+
+OP = "dispatch_gemm_combine"
+_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INDICES = (torch.int32, torch.int64)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], why: str = "") -> None:
+    if tensor.dtype not in allowed:
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{OP}: {name}: expected {_names(allowed)}{why}, got {got}")
+
+
+def _rank(name: str, tensor: Tensor, shape: str) -> None:
+    if tensor.dim() != shape[: shape.index("]")].count(",") + 1:
+        raise ValueError(f"{OP}: {name}: expected {shape}, got shape {list(tensor.shape)}")
+
+
+def _shape(name: str, tensor: Tensor, legend: str, expected: tuple[int, ...]) -> None:
+    _rank(name, tensor, legend)
+    for got, want in zip(tensor.shape, expected, strict=True):
+        if got != want:
+            raise ValueError(f"{OP}: {name}: expected {legend} = {list(expected)}, got shape {list(tensor.shape)}")
+
+
+def check_dtypes(inputs: Inputs) -> None:
+    """Raises TypeError for a dtype that is not supported in this mix, ValueError for a tensor on another device."""
+    x, topk_weights = inputs.x, inputs.topk_weights
+    _dtype("x", x, _VALUES)
+    _dtype("topk_idx", inputs.topk_idx, _INDICES)
+    why = f" with {str(x.dtype).removeprefix('torch.')} x"
+    scores = (torch.float32, torch.bfloat16, torch.float16)
+    _dtype("topk_weights", topk_weights, (*scores, torch.float64) if x.dtype == torch.float64 else scores, why)
+    for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            _dtype(name, tensor, (x.dtype,), why)
+    for name in ("main_grad_gate_up", "main_grad_down"):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            _dtype(name, tensor, (compute_dtype(x.dtype),), why)
+            if tensor.requires_grad:
+                raise ValueError(f"{OP}: {name}: expected a tensor that does not require grad, got one that does")
+    for name, tensor in inputs._asdict().items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{OP}: {name}: expected device {x.device} (that of x), got {tensor.device}")
+
+
+def check_shapes(inputs: Inputs, num_experts: int, rank: int, ranks: int, act: Activation) -> None:
+    """Raises ValueError for a shape that does not fit the others, the group or the activation."""
+    x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down = inputs
+    if num_experts < 1:
+        raise ValueError(f"{OP}: num_experts: expected at least 1, got {num_experts}")
+    _rank("x", x, "[T, H]")
+    tokens, hidden = x.shape
+    if hidden < 1:
+        raise ValueError(f"{OP}: x: expected [T, H] with H at least 1, got shape {list(x.shape)}")
+    _rank("topk_idx", topk_idx, "[T, K]")
+    top_k = topk_idx.shape[1]
+    if top_k < 1:
+        raise ValueError(f"{OP}: topk_idx: expected [T, K] with K at least 1, got shape {list(topk_idx.shape)}")
+    _shape("topk_idx", topk_idx, "[T, K]", (tokens, top_k))
+    _shape("topk_weights", topk_weights, "[T, K]", (tokens, top_k))
+    experts = len(expert_range(num_experts, rank, ranks))
+    _rank("w_down", w_down, "[L, H, I]")
+    width = w_down.shape[2]
+    if width < 1:
+        raise ValueError(f"{OP}: w_down: expected [L, H, I] with I at least 1, got shape {list(w_down.shape)}")
+    holds = f" (rank {rank} of {ranks} holds L = {experts} of {num_experts} experts)"
+    _shape("w_down", w_down, f"[L, H, I]{holds}", (experts, hidden, width))
+    h_width, h_name = act.width_factor * width, "2I" if act.gated else "I"
+    _shape("w_gate_up", w_gate_up, f"[L, {h_name}, H] for {act.name}{holds}", (experts, h_width, hidden))
+    if bias_gate_up is not None:
+        _shape("bias_gate_up", bias_gate_up, f"[L, {h_name}]", (experts, h_width))
+    if bias_down is not None:
+        _shape("bias_down", bias_down, "[L, H]", (experts, hidden))
+    if main_grad_gate_up is not None:
+        _shape("main_grad_gate_up", main_grad_gate_up, f"[L, {h_name}, H]", (experts, h_width, hidden))
+    if main_grad_down is not None:
+        _shape("main_grad_down", main_grad_down, "[L, H, I]", (experts, hidden, width))
+    if tokens * top_k >= 2**31:
+        raise ValueError(f"{OP}: topk_idx: expected fewer than 2**31 routes (T * K), got {tokens * top_k}")

@@ -1,0 +1,205 @@
+"""What one process knows about a process group: call counter, agreed capacities, and whether the group is still usable.
+
+Before rows move, all ranks meet at a *gate* in the group's key-value store: each publishes what it is about to do and
+reads what the others do. So a rank that is late, raised or died is named within the timeout, a mismatch is an error on
+every rank, and no collective is left hanging. Used by `distributed.layer` and `distributed.capacity`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ..config import get_timeout
+from ..errors import GroupError, MoEError
+
+#: Seconds between two looks at the group's failure record while waiting.
+_SLICE = 1.0
+#: Seconds that a rank whose transport failed gives the others to say that they live.
+_ROLL_CALL = 10.0
+
+
+class Group:
+    """State of one process group in this process; get it by `get_group`."""
+
+    def __init__(self, name: str, pg: dist.ProcessGroup) -> None:
+        self.name, self.pg = name, pg
+        self.rank, self.ranks = pg.rank(), pg.size()
+        #: Rows that a rank can receive and tokens it can send, agreed by all ranks; None before the first use.
+        self.max_tokens: int | None = None
+        self.row_capacity: int | None = None
+        self._store = dist.distributed_c10d._get_process_group_store(pg)
+        # A group that was destroyed and made again under the same name must not read the old one's keys.
+        self._life = self._store.add(f"moe/{name}/life/{self.rank}", 1)
+        self._epoch = 0
+        self._gates = 0
+        self._failure: str | None = None
+        self._lock = threading.Lock()
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, ("moe", self.name, self._life, self._epoch, *parts)))
+
+    # -- the frame of a call ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, op: str) -> Iterator[None]:
+        """Frames one collective call: one thread at a time, and an unforeseen error here is told to the other ranks.
+
+        Errors that all ranks decide alike at a gate (`MoEError` other than `GroupError`) leave the group usable.
+
+        Raises:
+            GroupError: the group has failed before, or another thread of this process is inside a call.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise GroupError(f"{op}: group {self.name}: expected one call at a time, got one from a second thread")
+        try:
+            if self._failure is not None:
+                raise GroupError(f"{op}: group {self.name} is unusable until every rank calls rebuild: {self._failure}")
+            yield
+        except MoEError:
+            raise
+        except BaseException as error:
+            self._record_failure(f"{op}: rank {self.rank} raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._lock.release()
+
+    # -- gates --------------------------------------------------------------------------------------------------------
+
+    def gate(self, op: str, phase: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """Publishes `payload`, waits for all ranks, and returns every rank's payload in rank order.
+
+        Raises:
+            GroupError: a rank did not come within the timeout, or one has reported a failure. Names op, phase and rank.
+        """
+        timeout = get_timeout()
+        gate = self._gates
+        self._gates += 1
+        keys = [self._key(gate, r) for r in range(self.ranks)]
+        deadline = time.monotonic() + timeout
+        try:
+            self._store.set(keys[self.rank], json.dumps({"op": op, "phase": phase, **payload}))
+            if gate >= 2:
+                # Everybody has passed gate - 2: this rank has passed gate - 1, which takes every rank's arrival there.
+                self._store.delete_key(self._key(gate - 2, self.rank))
+            while not self._wait(keys, deadline):
+                self._raise_if_reported(op, phase)
+                if time.monotonic() >= deadline:
+                    missing = [r for r in range(self.ranks) if not self._store.check([keys[r]])]
+                    if missing:
+                        self._fail(op, phase, f"{_ranks_text(missing)} did not arrive within {timeout:g} s")
+            arrived = [json.loads(text) for text in self._get(keys)]
+        except MoEError:
+            raise
+        except Exception as error:
+            self._fail(op, phase, f"the group's store failed; its host, usually rank 0, may have died ({error})")
+        return arrived
+
+    def _wait(self, keys: list[str], deadline: float) -> bool:
+        """Waits a slice for `keys`; False if some are missing. Other errors of the store pass through."""
+        seconds = min(_SLICE, max(deadline - time.monotonic(), 0.001))
+        try:
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except Exception:
+            # Stores raise different classes when the time is up; a broken store fails in `check` as well.
+            return self._store.check(keys)
+        return True
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return self._store.multi_get(keys)
+        return [self._store.get(key) for key in keys]
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def transport_failed(self, op: str, phase: str, error: Exception) -> NoReturn:
+        """A collective raised: finds out which ranks still live, and raises `GroupError` naming the others."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        try:
+            self._store.set(self._key("roll", self.rank), "here")
+            self._store.set(self._key("suspect"), text)
+            keys = [self._key("roll", r) for r in range(self.ranks)]
+            deadline = time.monotonic() + min(_ROLL_CALL, get_timeout())
+            while not self._wait(keys, deadline) and time.monotonic() < deadline:
+                pass
+            missing = [r for r in range(self.ranks) if not self._store.check([keys[r]])]
+        except Exception:
+            self._fail(
+                op, phase, f"the transport and the group's store failed; its host, usually rank 0, died ({text})"
+            )
+        who = f"{_ranks_text(missing)} no longer answers" if missing else "a connection broke, all ranks answer"
+        self._fail(op, phase, f"{who} ({text})")
+
+    def _raise_if_reported(self, op: str, phase: str) -> None:
+        if self._store.check([self._key("failure")]):
+            report = self._store.get(self._key("failure")).decode()
+            self._failure = report
+            raise GroupError(f"{op}: {phase}: group {self.name} failed: {report}")
+        if self._store.check([self._key("suspect")]):
+            self._store.set(self._key("roll", self.rank), "here")
+
+    def _record_failure(self, message: str) -> None:
+        self._failure = message
+        with contextlib.suppress(Exception):
+            # The first report stands: a rank that is told of a failure must not become its cause.
+            if not self._store.check([self._key("failure")]):
+                self._store.set(self._key("failure"), message)
+
+    def _fail(self, op: str, phase: str, message: str) -> NoReturn:
+        self._record_failure(f"{op}: {phase}: {message}")
+        raise GroupError(
+            f"{op}: {phase}: group {self.name}: {message}; the group is unusable until every rank calls rebuild"
+        )
+
+    def rebuild(self) -> None:
+        """Makes a failed group usable again; every rank must call it. The agreed capacities are forgotten."""
+        with self._lock:
+            self._epoch += 1
+            self._gates = 0
+            self._failure = None
+            self.max_tokens = self.row_capacity = None
+            self.gate("rebuild", "route", {})
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+_groups: dict[str, Group] = {}
+
+
+def group_ranks(group_name: str) -> int:
+    """The number of ranks of a group; 1 for the empty name."""
+    return 1 if group_name == "" else _resolve(group_name).size()
+
+
+def group_rank(group_name: str) -> int:
+    """This process's rank in the group; 0 for the empty name."""
+    return 0 if group_name == "" else _resolve(group_name).rank()
+
+
+def get_group(group_name: str) -> Group:
+    """The state of a group of two or more ranks, made at first use."""
+    pg = _resolve(group_name)
+    group = _groups.get(group_name)
+    if group is None or group.pg is not pg:
+        group = _groups[group_name] = Group(group_name, pg)
+    return group
+
+
+def _resolve(group_name: str) -> dist.ProcessGroup:
+    try:
+        return dist.distributed_c10d._resolve_process_group(group_name)
+    except Exception as error:
+        raise ValueError(
+            f"dispatch_gemm_combine: group_name: expected the group_name of a live process group, got {group_name!r}"
+        ) from error

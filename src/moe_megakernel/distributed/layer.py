@@ -1,0 +1,263 @@
+"""The layer over several ranks by the `collective` transport: the reference stages with the exchange between them.
+
+Implements the inner ops `moe::group_forward` and `moe::group_backward`. Every rank calls them in the same order; what
+must be equal is compared at the first gate of a call, before any row moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation
+from ..errors import MismatchError, MoEError, RoutingError
+from ..reference.combine import combine, scatter_rows
+from ..reference.dispatch import gather_rows, gather_weights
+from ..reference.experts import Needs, RowGrads, Weights, experts_backward, experts_forward
+from ..reference.layer import fill_nan, new_h, refuse, routing_error
+from .capacity import agree
+from .exchange import Collective, RowPlan, plan_rows
+from .group import Group
+from .partition import expert_range
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """What backward needs of the forward's routing, as the tensors that the inner op returns.
+
+    expert_offsets: int32 [L + 1] (-1 if the step was refused). row_order: int32 [row_capacity], see `RowPlan`, then -1.
+    route_order: int32 [T * K], this rank's routes in the order they were sent, then -1. splits: int64 [2, W] on CPU,
+    rows sent to and received from each rank.
+    """
+
+    expert_offsets: Tensor
+    row_order: Tensor
+    route_order: Tensor
+    splits: Tensor
+
+
+def compare(op: str, payloads: list[dict[str, Any]], argument: dict[str, str]) -> MismatchError | None:
+    """The error for the first field that is not equal on all ranks; `argument` maps fields to what users call them."""
+    for field, name in argument.items():
+        values = [p.get(field) for p in payloads]
+        for r, value in enumerate(values):
+            if value != values[0]:
+                return MismatchError(
+                    f"{op}: {name}: expected the same on all ranks, got {values[0]} on rank 0 and {value} on rank {r}"
+                )
+    return None
+
+
+_EQUAL_IN_FORWARD = {
+    "op": "call",
+    "phase": "phase",
+    "hidden": "hidden width of x",
+    "width": "expert width",
+    "num_experts": "num_experts",
+    "top_k": "top_k",
+    "dtype": "dtype",
+    "row_capacity": "row_capacity",
+    "activation": "activation",
+    "grad_mask": "requires_grad of the inputs",
+}
+_EQUAL_IN_BACKWARD = {"op": "call", "phase": "phase", "hidden": "hidden width", "needs": "gradients asked for"}
+
+
+def group_forward(
+    group: Group,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: Weights,
+    num_experts: int,
+    act: Activation,
+    row_capacity: int,
+    grad_mask: int,
+    save_h: bool,
+) -> tuple[Tensor, Tensor, GroupPlan]:
+    """One rank's part of the forward.
+
+    Args:
+        group: of two or more ranks.
+        x, topk_idx, topk_weights: this rank's tokens, as in `reference.layer.layer_forward`; ids are global.
+        weights: this rank's experts' parameters.
+        num_experts: E in the whole group.
+        act: the activation.
+        row_capacity: rows this rank can receive, or -1 for the agreed figure.
+        grad_mask: which inputs want gradients; must be equal on all ranks.
+        save_h: whether h is returned, else it is [0, 2I].
+
+    Returns:
+        y [T, H], h [row_capacity, 2I] and the plan.
+
+    Raises:
+        RoutingError, CapacityError, MismatchError: on all ranks alike (on CUDA deferred, y is NaN).
+        GroupError: a rank is late, has raised or died.
+    """
+    op = "dispatch_gemm_combine"
+    assert weights.gate_up is not None
+    with group.step(op):
+        route_order, class_counts, first_bad = torch.ops.moe.route(topk_idx, num_experts)
+        bad = int(first_bad)
+        per_expert = class_counts.sum(1).tolist()
+        ranges = [expert_range(num_experts, r, group.ranks) for r in range(group.ranks)]
+        sends = [sum(per_expert[q.start : q.stop]) for q in ranges]
+        status = "" if bad < 0 else str(routing_error(op, topk_idx, bad, num_experts, group.rank))
+        payloads = group.gate(
+            f"{op} forward",
+            "route",
+            {
+                "status": status,
+                "tokens": x.shape[0],
+                "hidden": x.shape[1],
+                "width": weights.gate_up.shape[1],
+                "num_experts": num_experts,
+                "top_k": topk_idx.shape[1],
+                "dtype": str(x.dtype),
+                "row_capacity": row_capacity,
+                "activation": str(act),
+                "grad_mask": grad_mask,
+                "sends": sends,
+            },
+        )
+        decision = _decide_forward(group, op, payloads)
+        if isinstance(decision, MoEError):
+            refuse(x.device, decision)
+            return _refused_forward(group, x, topk_idx, weights, row_capacity, save_h)
+        exchange = Collective(group, f"{op} forward", x.device)
+        counts = exchange.all_gather("route", class_counts)
+        starts = [sum(p["tokens"] for p in payloads[:r]) for r in range(group.ranks)]
+        plan = plan_rows(counts, starts, group.rank)
+        routes = route_order[: sum(plan.send)]
+
+        x_sent = gather_rows(x, routes, topk_idx.shape[1])
+        x_rows = exchange.all_to_all("dispatch", x_sent, plan.send, plan.receive).index_select(
+            0, plan.row_order.to(x.device)
+        )
+        h = new_h(x, decision if save_h else 0, x_rows.shape[0], weights.gate_up.shape[1])
+        o_rows = experts_forward(x_rows, plan.expert_offsets.tolist(), weights, act, h if save_h else None)
+        o_sent = _send_back(group, exchange, f"{op} forward", plan, o_rows)
+        o = scatter_rows(o_sent, routes, topk_idx.numel()).view(*topk_idx.shape, x.shape[1])
+        return combine(o, topk_weights, topk_idx, x.dtype), h, _saved_plan(plan, route_order, decision, x.device)
+
+
+def group_backward(
+    group: Group,
+    dy: Tensor,
+    x: Tensor | None,
+    topk_weights: Tensor,
+    weights: Weights,
+    h: Tensor,
+    saved: GroupPlan,
+    act: Activation,
+    needs: Needs,
+    recompute: bool,
+    accumulate: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor | None, Tensor | None, RowGrads]:
+    """One rank's part of the backward; arguments and results as in `reference.layer.layer_backward`.
+
+    Raises:
+        MismatchError: a rank runs another call or asks for other gradients.
+        GroupError: a rank is late, has raised or died.
+    """
+    op = "dispatch_gemm_combine backward"
+    (tokens, top_k), device = topk_weights.shape, dy.device
+    with group.step(op):
+        payloads = group.gate(op, "route", {"hidden": dy.shape[1], "needs": list(needs)})
+        mismatch = compare(op, payloads, _EQUAL_IN_BACKWARD)
+        offsets = saved.expert_offsets.tolist()
+        refused = offsets[0] < 0 or mismatch is not None
+        if mismatch is not None:
+            refuse(device, mismatch)
+        if refused:
+            offsets = [0] * len(offsets)
+        send, receive = ([0] * group.ranks, [0] * group.ranks) if refused else saved.splits.tolist()
+        rows = sum(receive)
+        plan = RowPlan(send, receive, saved.expert_offsets, saved.row_order[:rows])
+        routes = saved.route_order[: sum(send)]
+        exchange = Collective(group, op, device)
+
+        def pull(sent: Tensor) -> Tensor:
+            return exchange.all_to_all("dispatch", sent, send, receive).index_select(0, plan.row_order)
+
+        grads = experts_backward(
+            dy.new_empty(0, dy.shape[1]) if refused else pull(gather_rows(dy, routes, top_k)),
+            topk_weights.new_empty(0) if refused else pull(gather_weights(topk_weights, routes)),
+            None if x is None else (x.new_empty(0, x.shape[1]) if refused else pull(gather_rows(x, routes, top_k))),
+            None if recompute else h,
+            offsets,
+            weights,
+            act,
+            needs,
+            accumulate,
+        )
+        if needs.rows and not refused:
+            group.gate(op, "combine", {})
+        dx = dtopk_weights = None
+
+        def push(values: Tensor) -> Tensor:
+            back = values if refused else _return_rows(exchange, plan, values)
+            return scatter_rows(back, routes, tokens * top_k)
+
+        if grads.dx_rows is not None:
+            dx = combine(push(grads.dx_rows).view(tokens, top_k, dy.shape[1]), None, None, dy.dtype)
+        if grads.ds_rows is not None:
+            dtopk_weights = push(grads.ds_rows).view(tokens, top_k)
+        if refused:
+            fill_nan(dx, dtopk_weights, grads, accumulate)
+        return dx, dtopk_weights, grads
+
+
+def _decide_forward(group: Group, op: str, payloads: list[dict[str, Any]]) -> int | MoEError:
+    """The capacity of this call, or the error that every rank raises: all ranks decide from the same payloads."""
+    mismatch = compare(op, payloads, _EQUAL_IN_FORWARD)
+    if mismatch is not None:
+        return mismatch
+    for payload in payloads:
+        if payload["status"]:
+            return RoutingError(payload["status"])
+    return agree(group, op, payloads)
+
+
+def _return_rows(exchange: Collective, plan: RowPlan, rows: Tensor) -> Tensor:
+    """Sends rows in expert order back to where they came from, in the order their owner sent them."""
+    arrived = torch.empty_like(rows)
+    arrived.index_copy_(0, plan.row_order.to(rows.device).long(), rows)
+    return exchange.all_to_all("combine", arrived, plan.receive, plan.send)
+
+
+def _send_back(group: Group, exchange: Collective, op: str, plan: RowPlan, rows: Tensor) -> Tensor:
+    group.gate(op, "combine", {})
+    return _return_rows(exchange, plan, rows)
+
+
+def _saved_plan(plan: RowPlan, route_order: Tensor, capacity: int, device: torch.device) -> GroupPlan:
+    row_order = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+    row_order[: plan.row_order.shape[0]] = plan.row_order.to(device)
+    return GroupPlan(
+        plan.expert_offsets.to(device),
+        row_order,
+        route_order,
+        torch.tensor([plan.send, plan.receive], dtype=torch.int64),
+    )
+
+
+def _refused_forward(
+    group: Group, x: Tensor, topk_idx: Tensor, weights: Weights, row_capacity: int, save_h: bool
+) -> tuple[Tensor, Tensor, GroupPlan]:
+    """NaN outputs of a step whose error is raised later (CUDA)."""
+    assert weights.gate_up is not None
+    capacity = max(0, row_capacity if row_capacity >= 0 else group.row_capacity or 0)
+    experts, width = weights.gate_up.shape[:2]
+    h = new_h(x, capacity if save_h else 0, 0, width)
+    ints = {"dtype": torch.int32, "device": x.device}
+    plan = GroupPlan(
+        torch.full((experts + 1,), -1, **ints),
+        torch.full((capacity,), -1, **ints),
+        torch.full((topk_idx.numel(),), -1, **ints),
+        torch.zeros(2, group.ranks, dtype=torch.int64),
+    )
+    return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format), h, plan

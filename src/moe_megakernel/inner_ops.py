@@ -1,0 +1,86 @@
+"""Implementations of the inner ops on CPU and CUDA: unpack the arguments, run the backend, pack the results.
+
+`layer_*` are pure and for one rank, `group_*` for several. Called through the dispatcher by
+`ops.dispatch_gemm_combine` and by `autograd`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .distributed.group import get_group
+from .distributed.layer import GroupPlan, group_backward, group_forward
+from .reference.experts import RowGrads
+from .reference.layer import layer_backward, layer_forward
+from .reference.route import route
+from .schemas import lib, read_backward, read_forward, unpack_needs
+
+
+def _anchor(x: Tensor) -> Tensor:
+    """An empty output of the forward that backward takes as an input.
+
+    It has no elements, so its gradient carries nothing, but it ties the backward op to the graph: without it a second
+    differentiation would find no path to the inputs and silently give None instead of being refused.
+    """
+    return x.new_empty(0)
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    inputs, num_experts, group, options = read_forward(args)
+    given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
+    with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
+        if group is None:
+            y, h, *plan = layer_forward(*given, options.saves_h)
+        else:
+            state, capacity = get_group(group.group_name), group.row_capacity
+            y, h, saved = group_forward(state, *given, capacity, options.needs, options.saves_h)
+            plan = [saved.expert_offsets, saved.row_order, saved.route_order, saved.splits]
+    return y, h, _anchor(y), *plan
+
+
+def _backward(args: tuple[Any, ...], grouped: bool) -> tuple[Tensor, ...]:
+    saved, plan, main_grads, group, options = read_backward(args, grouped)
+    given = (saved.dy, saved.x, saved.topk_weights, saved.weights, saved.h)
+    rest = (options.act, unpack_needs(options.needs), options.recompute, main_grads)
+    with torch.autocast(saved.dy.device.type, enabled=False):
+        if group is None:
+            dx, dtopk_weights, grads = layer_backward(*given, saved.expert_offsets, *plan, *rest)
+        else:
+            group_plan = GroupPlan(saved.expert_offsets, *plan)
+            dx, dtopk_weights, grads = group_backward(get_group(group.group_name), *given, group_plan, *rest)
+    return _pack_grads(saved.dy, dx, dtopk_weights, grads)
+
+
+def _pack_grads(dy: Tensor, dx: Tensor | None, dtopk_weights: Tensor | None, grads: RowGrads) -> tuple[Tensor, ...]:
+    """The six results of a backward op; an empty tensor stands for a gradient that was not asked for."""
+    parameters = (grads.dw_gate_up, grads.dw_down, grads.dbias_gate_up, grads.dbias_down)
+    return tuple(dy.new_empty(0) if g is None else g for g in (dx, dtopk_weights, *parameters))
+
+
+def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    return _backward(args, grouped=False)
+
+
+def _group_backward(*args: Any) -> tuple[Tensor, ...]:
+    return _backward(args, grouped=True)
+
+
+_IMPLEMENTATIONS = {
+    "layer_forward": _forward,
+    "group_forward": _forward,
+    "layer_backward": _layer_backward,
+    "layer_backward_accumulate": _layer_backward,
+    "group_backward": _group_backward,
+    "group_backward_accumulate": _group_backward,
+}
+for _name, _function in _IMPLEMENTATIONS.items():
+    for _key in ("CPU", "CUDA"):
+        lib.impl(_name, _function, _key)
+
+lib.impl("route", route, "CUDA")
+if not _native.load():
+    lib.impl("route", route, "CPU")

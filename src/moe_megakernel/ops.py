@@ -1,0 +1,106 @@
+"""The op `torch.ops.moe.dispatch_gemm_combine`. Importing this module registers it and everything under it.
+
+Composite: it checks arguments, settles dtypes, backend, transport and capacity, and calls one inner forward op. One
+rank uses the pure `layer_forward`, several ranks `group_forward`, an ordered effect, so that a compiler neither merges
+nor drops a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import autograd as _autograd  # noqa: F401  (registers gradients)
+from . import checks
+from . import fake as _fake  # noqa: F401  (registers fakes)
+from . import inner_ops as _inner_ops  # noqa: F401  (registers implementations)
+from .activations import resolve_activation
+from .backends import select_backend, select_transport
+from .distributed.dtensor import local_weight, refuse_dtensor
+from .distributed.group import get_group, group_rank, group_ranks
+from .errors import MoEError, raise_pending
+from .reference.experts import Needs
+from .reference.numerics import compute_dtype
+from .schemas import Inputs, Options, lib, pack_needs
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+
+
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    """Casts a floating tensor to the autocast dtype where autocast is on; float64 is left alone, as PyTorch does."""
+    if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if tensor.is_floating_point() else tensor
+
+
+def _settle(inputs: Inputs, group_name: str) -> Inputs:
+    """Unwraps DTensor weights and applies autocast; routing weights and main gradients keep their dtype."""
+    for name in ("x", "topk_idx", "topk_weights", "main_grad_gate_up", "main_grad_down"):
+        refuse_dtensor(name, getattr(inputs, name))
+    settled: dict[str, Any] = {"x": _autocast(inputs.x)}
+    for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down"):
+        tensor = getattr(inputs, name)
+        settled[name] = None if tensor is None else _autocast(local_weight(name, tensor, group_name))
+    return inputs._replace(**settled)
+
+
+def _dispatch_gemm_combine(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    bias_gate_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    main_grad_gate_up: Tensor | None = None,
+    main_grad_down: Tensor | None = None,
+    *,
+    num_experts: int,
+    group_name: str = "",
+    activation: str = "swiglu",
+    alpha: float | None = None,
+    limit: float | None = None,
+    backend: str = "auto",
+    transport: str = "auto",
+    row_capacity: int = -1,
+    recompute: bool = False,
+) -> Tensor:
+    raise_pending(x.device)
+    act = resolve_activation(activation, alpha, limit)
+    given = (x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down)
+    inputs = _settle(Inputs(*given), group_name)
+    ranks = group_ranks(group_name)
+    checks.check_dtypes(inputs)
+    checks.check_shapes(inputs, num_experts, group_rank(group_name), ranks, act)
+    if row_capacity < -1:
+        raise ValueError(f"{checks.OP}: row_capacity: expected -1 or at least 0, got {row_capacity}")
+    device_type = x.device.type
+    backend = select_backend(backend, device_type, _capability(x.device))
+    transport = select_transport(transport, device_type)
+    inputs = inputs._replace(topk_weights=topk_weights.to(compute_dtype(inputs.x.dtype)))
+    wanting = (inputs.x, *inputs[2:7])
+    needs = Needs(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in wanting))
+    options = Options(act.name, act.alpha, act.limit, backend, pack_needs(needs), recompute)
+    if ranks == 1:
+        return torch.ops.moe.layer_forward(*inputs, num_experts, *options)[0]
+    if (main_grad_gate_up is not None or main_grad_down is not None) and _tracing(x):
+        raise MoEError(
+            f"{checks.OP}: main_grad: expected None in a compiled region with a group of several ranks, got a tensor; "
+            "call the op outside the compiled region or let autograd return the weight gradients"
+        )
+    if row_capacity < 0:
+        # A trace keeps the figure of its own time; the other ranks are never asked while tracing.
+        agreed = get_group(group_name).row_capacity
+        row_capacity = -1 if agreed is None else agreed
+    return torch.ops.moe.group_forward(*inputs, num_experts, group_name, transport, row_capacity, *options)[0]
+
+
+def _tracing(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+lib.impl("dispatch_gemm_combine", _dispatch_gemm_combine, "CompositeImplicitAutograd")

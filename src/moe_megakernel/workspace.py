@@ -1,0 +1,90 @@
+"""Bytes of every buffer that one call of the layer needs, saved or transient, without running anything.
+
+For users who plan memory; the formulas follow the allocations of the reference backend and the collective transport.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .activations import resolve_activation
+from .distributed.capacity import default_row_capacity
+from .distributed.partition import expert_range
+from .reference.numerics import compute_dtype, rows_dtype
+from .reference.route import TOKEN_CLASSES
+
+
+def workspace_bytes(
+    tokens: int,
+    hidden: int,
+    expert_width: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    ranks: int = 1,
+    rank: int = 0,
+    row_capacity: int = -1,
+    activation: str = "swiglu",
+    recompute: bool = False,
+    training: bool = True,
+) -> dict[str, int]:
+    """Bytes per buffer of one forward and backward call on one rank, at full capacity.
+
+    Args:
+        tokens: T, the largest of all ranks.
+        hidden, expert_width, num_experts, top_k: H, I, E (of the whole group), K.
+        dtype: of x and the weights.
+        ranks, rank: W and this rank.
+        row_capacity: rows this rank can receive; -1 for the default 2 * T * K. Without effect with one rank, where it
+            is T * K.
+        activation: as in the op.
+        recompute: h is computed again in backward instead of being saved.
+        training: False for a forward without gradients.
+
+    Returns:
+        Buffer name to bytes. "saved.*" live from forward to backward (inputs that autograd keeps as well, x and the
+        weights, are the caller's and not listed), "forward.*" and "backward.*" only inside the call; backward.*
+        assumes all gradients.
+
+    Raises:
+        ValueError: a figure out of range.
+    """
+    limits = {"tokens": (tokens, 0), "hidden": (hidden, 1), "expert_width": (expert_width, 1), "top_k": (top_k, 1)}
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise ValueError(f"workspace_bytes: {name}: expected at least {least}, got {value}")
+    if row_capacity < -1:
+        raise ValueError(f"workspace_bytes: row_capacity: expected -1 or at least 0, got {row_capacity}")
+    experts = len(expert_range(num_experts, rank, ranks))
+    act = resolve_activation(activation)
+    routes, width = tokens * top_k, act.width_factor * expert_width
+    rows = routes if ranks == 1 else (default_row_capacity(tokens, top_k) if row_capacity < 0 else row_capacity)
+    item, compute, row_item = dtype.itemsize, compute_dtype(dtype).itemsize, rows_dtype(dtype).itemsize
+    sizes: dict[str, int] = {}
+    if training:
+        sizes["saved.h"] = 0 if recompute else rows * width * item
+        sizes["saved.expert_offsets"] = 4 * (experts + 1)
+        if ranks == 1:
+            sizes["saved.row_route"] = 4 * routes
+        else:
+            sizes["saved.row_order"] = 4 * rows
+            sizes["saved.route_order"] = 4 * routes
+            sizes["saved.splits"] = 8 * 2 * ranks
+    sizes["forward.class_counts"] = 4 * num_experts * TOKEN_CLASSES * (1 if ranks == 1 else ranks + 1)
+    sizes["forward.x_rows"] = rows * hidden * item
+    sizes["forward.o_rows"] = rows * hidden * row_item
+    sizes["forward.o_routes"] = routes * hidden * row_item
+    sizes["forward.y_sum"] = tokens * hidden * compute
+    sizes["forward.expert"] = rows * (width + expert_width) * (item + compute) + rows * hidden * compute
+    if ranks > 1:
+        sizes["forward.x_sent"] = routes * hidden * item
+        sizes["forward.o_arrived"] = routes * hidden * row_item
+    if training:
+        sizes["backward.x_rows"] = rows * hidden * item
+        sizes["backward.dy_rows"] = rows * hidden * item
+        sizes["backward.dx_rows"] = rows * hidden * row_item
+        sizes["backward.dx_routes"] = routes * hidden * row_item
+        sizes["backward.ds_rows"] = rows * compute
+        sizes["backward.expert"] = rows * (2 * width + 4 * expert_width) * compute
+    return sizes
