@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import resolve_activation
-from ..reference.activation import activate
 from ..reference.numerics import compute_dtype
 
 #: Names of `LayerInputs` fields that can have gradients, in the op's order.
@@ -108,8 +108,8 @@ def make_inputs(
 def random_routing(
     tokens: int, num_experts: int, top_k: int, *, zipf: float = 0.0, drop: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """int64 [T, K] without repeats inside a token while K <= E (else with), skewed by Zipf(`zipf`), a share `drop` of
-    -1.""" generator = torch.Generator().manual_seed(seed)
+    """int64 [T, K]; no repeats inside a token unless K > E, popularity by Zipf(`zipf`), a share `drop` of -1."""
+    generator = torch.Generator().manual_seed(seed)
     popularity = torch.arange(1, num_experts + 1, dtype=torch.float64).pow(-zipf)
     uniform = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64)
     gumbel = popularity.log() - (-uniform.clamp(1e-12, 1 - 1e-12).log()).log()
@@ -121,7 +121,6 @@ def random_routing(
 
 def oracle(inputs: LayerInputs) -> Tensor:
     """y by a loop over tokens and routes, in the inputs' dtype, differentiable by autograd. For float64 inputs."""
-    act = resolve_activation(inputs.activation, inputs.alpha, inputs.limit)
     tokens = []
     for t, ids in enumerate(inputs.topk_idx.tolist()):
         total = torch.zeros_like(inputs.x[t])
@@ -130,8 +129,22 @@ def oracle(inputs: LayerInputs) -> Tensor:
                 continue
             h = inputs.x[t : t + 1] @ inputs.w_gate_up[e].t()
             h = h if inputs.bias_gate_up is None else h + inputs.bias_gate_up[e]
-            o = activate(h, act) @ inputs.w_down[e].t()
+            o = _plain_activation(h, inputs) @ inputs.w_down[e].t()
             o = o if inputs.bias_down is None else o + inputs.bias_down[e]
             total = total + inputs.topk_weights[t, k] * o[0]
         tokens.append(total)
     return torch.stack(tokens) if tokens else inputs.x * 0
+
+
+def _plain_activation(h: Tensor, inputs: LayerInputs) -> Tensor:
+    """The activation written with `torch.nn.functional`, apart from the library's own formulas."""
+    if inputs.activation == "relu2":
+        return F.relu(h) ** 2
+    gate, up = h.chunk(2, dim=-1)
+    if inputs.activation.startswith("geglu"):
+        return F.gelu(gate, approximate="tanh" if inputs.activation == "geglu_tanh" else "none") * up
+    act = resolve_activation(inputs.activation, inputs.alpha, inputs.limit)
+    gate, up = torch.clamp(gate, max=act.limit), torch.clamp(up, min=-act.limit, max=act.limit)
+    if inputs.activation == "swiglu":
+        return F.silu(gate) * up
+    return gate * torch.sigmoid(act.alpha * gate) * (up + 1)
