@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +59,15 @@ def poisoned_memory() -> Iterator[None]:
     """Inside, `torch.empty` and its kin return NaN and the largest integers instead of whatever the pages held."""
     was = torch.are_deterministic_algorithms_enabled()
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fill = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        deterministic.fill_uninitialized_memory = fill
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -6,6 +6,7 @@ Used by the test suite; shipped so that a bug report can build its case from a s
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +37,14 @@ class LayerInputs:
 
     def call(self, **options: object) -> Tensor:
         """Runs the op on these inputs."""
-        settings = {"num_experts": self.num_experts, "activation": self.activation, "alpha": self.alpha}
-        settings |= {"limit": self.limit, **options}  # type: ignore[dict-item]
+        settings: dict[str, Any] = {"num_experts": self.num_experts, "activation": self.activation, "alpha": self.alpha}
+        settings |= {"limit": self.limit, **options}
         tensors = (getattr(self, f.name) for f in fields(self)[:7])
         return torch.ops.moe.dispatch_gemm_combine(*tensors, **settings)
 
     def leaves(self, **requires_grad: bool) -> LayerInputs:
         """Fresh leaf copies of every tensor; those that can have a gradient ask for one unless told `name=False`."""
-        copies: dict[str, Tensor] = {}
+        copies: dict[str, Any] = {}
         for name in DIFFERENTIABLE:
             tensor = getattr(self, name)
             if tensor is not None:
@@ -52,7 +53,7 @@ class LayerInputs:
 
     def to(self, dtype: torch.dtype, device: str | torch.device | None = None) -> LayerInputs:
         """Values in `dtype` and on `device`; routing weights in float32, or float64 with float64."""
-        changes = {}
+        changes: dict[str, Any] = {}
         for name in DIFFERENTIABLE:
             tensor = getattr(self, name)
             if tensor is not None:
