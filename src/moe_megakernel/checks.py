@@ -41,7 +41,17 @@ def _shape(name: str, tensor: Tensor, legend: str, expected: tuple[int, ...]) ->
             raise ValueError(f"{OP}: {name}: expected {legend} = {list(expected)}, got shape {list(tensor.shape)}")
 
 
-def check_dtypes(inputs: Inputs) -> None:
+def check_arguments(
+    inputs: Inputs, num_experts: int, rank: int, ranks: int, act: Activation, row_capacity: int
+) -> None:
+    """Raises TypeError or ValueError for the first argument that does not fit."""
+    _check_dtypes(inputs)
+    _check_shapes(inputs, num_experts, rank, ranks, act)
+    if row_capacity < -1:
+        raise ValueError(f"{OP}: row_capacity: expected -1 or at least 0, got {row_capacity}")
+
+
+def _check_dtypes(inputs: Inputs) -> None:
     """Raises TypeError for a dtype that is not supported in this mix, ValueError for a tensor on another device."""
     x, topk_weights = inputs.x, inputs.topk_weights
     _dtype("x", x, _VALUES)
@@ -64,7 +74,7 @@ def check_dtypes(inputs: Inputs) -> None:
             raise ValueError(f"{OP}: {name}: expected device {x.device} (that of x), got {tensor.device}")
 
 
-def check_shapes(inputs: Inputs, num_experts: int, rank: int, ranks: int, act: Activation) -> None:
+def _check_shapes(inputs: Inputs, num_experts: int, rank: int, ranks: int, act: Activation) -> None:
     """Raises ValueError for a shape that does not fit the others, the group or the activation."""
     x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down = inputs
     if num_experts < 1:

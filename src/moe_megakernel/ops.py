@@ -20,6 +20,7 @@ from .activations import resolve_activation
 from .backends import select_backend, select_transport
 from .distributed.dtensor import local_weight, refuse_dtensor
 from .distributed.group import get_group, group_rank, group_ranks
+from .distributed.layer import FORWARD
 from .errors import MoEError, raise_pending
 from .reference.experts import Needs
 from .reference.numerics import compute_dtype
@@ -70,17 +71,18 @@ def _dispatch_gemm_combine(
     recompute: bool = False,
 ) -> Tensor:
     raise_pending(x.device)
-    act = resolve_activation(activation, alpha, limit)
     given = (x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down)
-    inputs = _settle(Inputs(*given), group_name)
     ranks = group_ranks(group_name)
-    checks.check_dtypes(inputs)
-    checks.check_shapes(inputs, num_experts, group_rank(group_name), ranks, act)
-    if row_capacity < -1:
-        raise ValueError(f"{checks.OP}: row_capacity: expected -1 or at least 0, got {row_capacity}")
-    device_type = x.device.type
-    backend = select_backend(backend, device_type, _capability(x.device))
-    transport = select_transport(transport, device_type)
+    try:
+        inputs = _settle(Inputs(*given), group_name)
+        act = resolve_activation(activation, alpha, limit)
+        checks.check_arguments(inputs, num_experts, group_rank(group_name), ranks, act, row_capacity)
+        backend = select_backend(backend, x.device.type, _capability(x.device))
+        transport = select_transport(transport, x.device.type)
+    except (TypeError, ValueError) as error:
+        if ranks > 1 and not _tracing(x):
+            get_group(group_name).report(FORWARD, "route", error)  # the others wait for this rank there
+        raise
     inputs = inputs._replace(topk_weights=topk_weights.to(compute_dtype(inputs.x.dtype)))
     wanting = (inputs.x, *inputs[2:7])
     needs = Needs(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in wanting))

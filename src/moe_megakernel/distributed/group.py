@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ..config import get_timeout
-from ..errors import GroupError, MoEError
+from ..errors import GroupError, MismatchError, MoEError
 
 #: Seconds between two looks at the group's failure record while waiting.
 _SLICE = 1.0
@@ -30,18 +31,28 @@ class Group:
     """State of one process group in this process; get it by `get_group`."""
 
     def __init__(self, name: str, pg: dist.ProcessGroup) -> None:
-        self.name, self.pg = name, pg
+        self.name = name
         self.rank, self.ranks = pg.rank(), pg.size()
+        # Weak, so that a destroyed group's connections and store are not kept open from here.
+        self._pg = weakref.ref(pg)
         #: Rows that a rank can receive and tokens it can send, agreed by all ranks; None before the first use.
         self.max_tokens: int | None = None
         self.row_capacity: int | None = None
-        self._store = dist.distributed_c10d._get_process_group_store(pg)
         # A group that was destroyed and made again under the same name must not read the old one's keys.
         self._life = self._store.add(f"moe/{name}/life/{self.rank}", 1)
         self._epoch = 0
         self._gates = 0
         self._failure: str | None = None
         self._lock = threading.Lock()
+
+    @property
+    def pg(self) -> dist.ProcessGroup | None:
+        """The process group, or None once it has been destroyed."""
+        return self._pg()
+
+    @property
+    def _store(self) -> dist.Store:
+        return dist.distributed_c10d._get_process_group_store(self._pg())
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -79,6 +90,8 @@ class Group:
         """Publishes `payload`, waits for all ranks, and returns every rank's payload in rank order.
 
         Raises:
+            MismatchError: on every rank, if they are not all at this phase of this op.
+            MoEError: on every other rank, if one publishes an error (key "error") instead of coming with its arguments.
             GroupError: a rank did not come within the timeout, or one has reported a failure. Names op, phase and rank.
         """
         timeout = get_timeout()
@@ -102,7 +115,24 @@ class Group:
             raise
         except Exception as error:
             self._fail(op, phase, f"the group's store failed; its host, usually rank 0, may have died ({error})")
+        self._check_arrivals(op, phase, arrived)
         return arrived
+
+    def report(self, op: str, phase: str, error: Exception) -> None:
+        """Publishes an error of this rank's own arguments at the gate where the others wait, so that they raise too."""
+        with contextlib.suppress(MoEError), self.step(op):
+            self.gate(op, phase, {"error": f"{type(error).__name__}: {error}"})
+
+    def _check_arrivals(self, op: str, phase: str, arrived: list[dict[str, Any]]) -> None:
+        for r, payload in enumerate(arrived):
+            if (payload["op"], payload["phase"]) != (op, phase):
+                raise MismatchError(
+                    f"{op}: {phase}: expected the same call on all ranks, got {op} {phase} on rank {self.rank} and "
+                    f"{payload['op']} {payload['phase']} on rank {r}"
+                )
+        for r, payload in enumerate(arrived):
+            if "error" in payload and r != self.rank:
+                raise MoEError(f"{op}: {phase}: rank {r} refused its arguments: {payload['error']}")
 
     def _wait(self, keys: list[str], deadline: float) -> bool:
         """Waits a slice for `keys`; False if some are missing. Other errors of the store pass through."""

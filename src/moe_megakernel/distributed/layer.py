@@ -23,6 +23,10 @@ from .exchange import Collective, RowPlan, plan_rows
 from .group import Group
 from .partition import expert_range
 
+#: Names of the two calls, in messages and at gates.
+FORWARD = "dispatch_gemm_combine"
+BACKWARD = "dispatch_gemm_combine backward"
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -52,8 +56,6 @@ def compare(op: str, payloads: list[dict[str, Any]], argument: dict[str, str]) -
 
 
 _EQUAL_IN_FORWARD = {
-    "op": "call",
-    "phase": "phase",
     "hidden": "hidden width of x",
     "width": "expert width",
     "num_experts": "num_experts",
@@ -63,7 +65,11 @@ _EQUAL_IN_FORWARD = {
     "activation": "activation",
     "grad_mask": "requires_grad of the inputs",
 }
-_EQUAL_IN_BACKWARD = {"op": "call", "phase": "phase", "hidden": "hidden width", "needs": "gradients asked for"}
+_EQUAL_IN_BACKWARD = {
+    "hidden": "hidden width of dy",
+    "needs": "gradients asked for",
+    "sends_x": "recompute or frozen weights",
+}
 
 
 def group_forward(
@@ -97,7 +103,7 @@ def group_forward(
         RoutingError, CapacityError, MismatchError: on all ranks alike (on CUDA deferred, y is NaN).
         GroupError: a rank is late, has raised or died.
     """
-    op = "dispatch_gemm_combine"
+    op = FORWARD
     assert weights.gate_up is not None
     with group.step(op):
         route_order, class_counts, first_bad = torch.ops.moe.route(topk_idx, num_experts)
@@ -107,7 +113,7 @@ def group_forward(
         sends = [sum(per_expert[q.start : q.stop]) for q in ranges]
         status = "" if bad < 0 else str(routing_error(op, topk_idx, bad, num_experts, group.rank))
         payloads = group.gate(
-            f"{op} forward",
+            op,
             "route",
             {
                 "status": status,
@@ -127,7 +133,7 @@ def group_forward(
         if isinstance(decision, MoEError):
             refuse(x.device, decision)
             return _refused_forward(group, x, topk_idx, weights, row_capacity, save_h)
-        exchange = Collective(group, f"{op} forward", x.device)
+        exchange = Collective(group, op, x.device)
         counts = exchange.all_gather("route", class_counts)
         starts = [sum(p["tokens"] for p in payloads[:r]) for r in range(group.ranks)]
         plan = plan_rows(counts, starts, group.rank)
@@ -139,7 +145,7 @@ def group_forward(
         )
         h = new_h(x, decision if save_h else 0, x_rows.shape[0], weights.gate_up.shape[1])
         o_rows = experts_forward(x_rows, plan.expert_offsets.tolist(), weights, act, h if save_h else None)
-        o_sent = _send_back(group, exchange, f"{op} forward", plan, o_rows)
+        o_sent = _send_back(group, exchange, op, plan, o_rows)
         o = scatter_rows(o_sent, routes, topk_idx.numel()).view(*topk_idx.shape, x.shape[1])
         return combine(o, topk_weights, topk_idx, x.dtype), h, _saved_plan(plan, route_order, decision, x.device)
 
@@ -163,10 +169,10 @@ def group_backward(
         MismatchError: a rank runs another call or asks for other gradients.
         GroupError: a rank is late, has raised or died.
     """
-    op = "dispatch_gemm_combine backward"
+    op = BACKWARD
     (tokens, top_k), device = topk_weights.shape, dy.device
     with group.step(op):
-        payloads = group.gate(op, "route", {"hidden": dy.shape[1], "needs": list(needs)})
+        payloads = group.gate(op, "route", {"hidden": dy.shape[1], "needs": list(needs), "sends_x": x is not None})
         mismatch = compare(op, payloads, _EQUAL_IN_BACKWARD)
         offsets = saved.expert_offsets.tolist()
         refused = offsets[0] < 0 or mismatch is not None
