@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .checks import OP
 from .distributed.group import get_group
 from .distributed.layer import GroupPlan, group_backward, group_forward
+from .errors import MoEError
 from .reference.experts import RowGrads
 from .reference.layer import layer_backward, layer_forward
 from .reference.route import route
@@ -29,8 +31,17 @@ def _anchor(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
+def _refuse_capture(device: torch.device, backend: str) -> None:
+    """Raises where the host must read row counts but a CUDA graph is being captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise MoEError(
+            f"{OP}: backend: expected one without host synchronisation while a CUDA graph is captured, got {backend!r}"
+        )
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     inputs, num_experts, group, options = read_forward(args)
+    _refuse_capture(inputs.x.device, options.backend)
     given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
         if group is None:
@@ -44,6 +55,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(args: tuple[Any, ...], grouped: bool) -> tuple[Tensor, ...]:
     saved, plan, main_grads, group, options = read_backward(args, grouped)
+    _refuse_capture(saved.dy.device, options.backend)
     given = (saved.dy, saved.x, saved.topk_weights, saved.weights, saved.h)
     rest = (options.act, unpack_needs(options.needs), options.recompute, main_grads)
     with torch.autocast(saved.dy.device.type, enabled=False):
