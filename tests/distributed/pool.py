@@ -1,0 +1,178 @@
+"""Processes that stand for the ranks of a group, and functions sent to all of them at once.
+
+A `Pool` serves many tests, since a process takes seconds to import torch; tests that kill or poison start one of their
+own. Every wait has a limit: a hang is a failure that names the ranks and shows where they stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.worker import Call
+
+ROOT = Path(__file__).parents[2]
+#: Seconds: to import torch and join the world, to run one call, to end once told to.
+START_LIMIT, CALL_LIMIT, EXIT_LIMIT = 120.0, 150.0, 20.0
+#: What a rank that was killed answers.
+KILLED = "killed"
+
+
+class Pool:
+    """`ranks` processes in one gloo world.
+
+    Args:
+        ranks: W.
+        environment: variables set in the processes.
+        folder: where a `FileStore` is kept; by default rank 0 hosts a TCP store on a free port.
+    """
+
+    def __init__(self, ranks: int, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
+        self.ranks = ranks
+        self._environment = {**os.environ, **(environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._folder = folder
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._links: list[Connection] = []
+        self._logs: list[Any] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float = CALL_LIMIT) -> list:
+        """Runs `function(rank, *args)` on every rank and returns the results in rank order.
+
+        Args:
+            function: a function of a module, found by its name; its first argument is a `worker.Rank`.
+            args: pickled.
+            world: run it on the world group instead of a new one.
+            limit: seconds for all ranks together.
+
+        Raises:
+            AssertionError: a rank raised, died or did not answer; the processes are replaced.
+        """
+        answers = self.run_with_deaths(function, *args, world=world, limit=limit)
+        if KILLED in answers:
+            self.close()
+            raise AssertionError(f"expected an answer of every rank, got {answers}{self._tails()}")
+        return answers
+
+    def run_with_deaths(
+        self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float = CALL_LIMIT
+    ) -> list:
+        """As `run`, but the answer of a rank that was killed by SIGKILL is `KILLED`."""
+        self._start()
+        for link in self._links:
+            link.send_bytes(pickle.dumps(Call(function, args, world)))
+        return self._collect(limit)
+
+    def close(self) -> None:
+        """Ends the processes by force."""
+        for worker in self._workers:
+            worker.kill()
+            worker.wait()
+        self._workers, self._links = [], []
+
+    def leave(self) -> list[float]:
+        """Closes the pipes and returns the seconds each process took to end by itself.
+
+        Raises:
+            AssertionError: one did not end in time.
+        """
+        begin, seconds = time.monotonic(), []
+        for link in self._links:
+            link.close()
+        for rank, worker in enumerate(self._workers):
+            try:
+                worker.wait(max(0.1, begin + EXIT_LIMIT - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                stacks = self._stacks([rank])
+                self.close()
+                raise AssertionError(f"rank {rank}: expected to end within {EXIT_LIMIT} s{stacks}") from None
+            seconds.append(time.monotonic() - begin)
+        self.close()
+        return seconds
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        self._logs = [tempfile.TemporaryFile() for _ in range(self.ranks)]  # noqa: SIM115 (read after a failure)
+        for rank in range(self.ranks):
+            ours, theirs = Pipe()
+            entry = f"from tests.distributed.worker import main; main({theirs.fileno()})"
+            worker = subprocess.Popen(
+                [sys.executable, "-c", entry],
+                cwd=ROOT,
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            theirs.close()
+            self._workers.append(worker)
+            self._links.append(ours)
+            ours.send_bytes(pickle.dumps((rank, self.ranks, None if self._folder is None else str(self._folder))))
+        if self._folder is None:
+            port = self._receive(0, time.monotonic() + START_LIMIT)
+            for link in self._links[1:]:
+                link.send_bytes(pickle.dumps(port))
+
+    def _collect(self, limit: float) -> list:
+        deadline = time.monotonic() + START_LIMIT + limit
+        answers: list[Any] = []
+        errors: dict[int, str] = {}
+        for rank in range(self.ranks):
+            kind, value = self._receive(rank, deadline)
+            answers.append(value if kind == "result" else KILLED)
+            if kind == "error":
+                errors[rank] = value
+                # The others may now wait for this rank in vain: give them time to say what they saw, no more.
+                deadline = min(deadline, time.monotonic() + 60)
+        if errors:
+            text = "".join(f"\n--- rank {rank} raised\n{trace}" for rank, trace in errors.items())
+            self.close()
+            raise AssertionError(f"ranks {sorted(errors)} raised{text}")
+        return answers
+
+    def _receive(self, rank: int, deadline: float) -> Any:
+        link, worker = self._links[rank], self._workers[rank]
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if link.poll(max(0.0, deadline - time.monotonic())):
+                return pickle.loads(link.recv_bytes())
+            stuck = [r for r in range(rank, self.ranks) if not self._links[r].poll()]
+            stacks = self._stacks(stuck)
+            self.close()
+            raise AssertionError(f"ranks {stuck} did not answer in time{stacks}")
+        code = worker.wait()
+        if code == -signal.SIGKILL:
+            return KILLED, None
+        tail = self._tail(rank)
+        self.close()
+        raise AssertionError(f"rank {rank}: expected an answer, got exit code {code}{tail}")
+
+    # -- what the processes wrote -------------------------------------------------------------------------------------
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Makes the processes write their stacks, and returns the ends of their logs."""
+        for rank in ranks:
+            if self._workers[rank].poll() is None:
+                self._workers[rank].send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        return "".join(self._tail(rank) for rank in ranks)
+
+    def _tail(self, rank: int) -> str:
+        log = self._logs[rank]
+        log.seek(0)
+        return f"\n--- end of the log of rank {rank}\n{log.read().decode(errors='replace')[-4000:]}"
+
+    def _tails(self) -> str:
+        return "".join(self._tail(rank) for rank in range(self.ranks))

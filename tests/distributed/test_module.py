@@ -1,0 +1,126 @@
+"""The module in a group of several ranks: the one-rank module over the whole batch, value and all gradients."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.split import reserve_all, share_of
+from tests.distributed.worker import Rank
+from torch.distributed.device_mesh import DeviceMesh
+
+import moe_megakernel
+from moe_megakernel import convert
+from moe_megakernel.functional import moe_layer
+from moe_megakernel.module import MoE
+from moe_megakernel.testing import assert_close, assert_equal_bits, make_inputs, random_routing
+
+pytestmark = pytest.mark.distributed
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 12, 5, 2
+OPTIONS = {"bias": True, "correction_bias": True, "shared_expert_width": 8, "shared_expert_gate": True, "seed": 5}
+TOKENS = {2: [[7, 12], [0, 6]], 4: [[3, 0, 9, 4]]}
+
+
+def build(**options) -> MoE:
+    """In fp64, so that a choice of experts never hangs on how the router's product was blocked."""
+    return MoE(HIDDEN, WIDTH, EXPERTS, TOP_K, dtype=torch.float64, **OPTIONS, **options)
+
+
+def check_module(rank: Rank, tokens: list[int], compiled: bool) -> None:
+    reserve_all(rank, tokens, TOP_K)
+    share = share_of(rank.rank, tokens, EXPERTS)
+    x, dy = torch.randn(2, sum(tokens), HIDDEN, dtype=torch.float64)
+    whole, part = build(), build(group=rank.group)
+    assert part.experts == moe_megakernel.expert_range(EXPERTS, rank.rank, rank.ranks)
+    for name, parameter in part.named_parameters():
+        assert_equal_bits(
+            parameter.detach(),
+            share.of(name, whole.get_parameter(name).detach()) if owned(name) else whole.get_parameter(name).detach(),
+            name,
+        )
+
+    x_whole, x_part = x.clone().requires_grad_(), x[share.tokens].clone().requires_grad_()
+    y_whole, y_part = whole(x_whole), (torch.compile(part, fullgraph=True) if compiled else part)(x_part)
+    y_whole.backward(dy)
+    y_part.backward(dy[share.tokens])
+    assert_close(y_part, y_whole[share.tokens], 1e-12, "y")
+    assert_close(x_part.grad, x_whole.grad[share.tokens], 1e-12, "x")
+    for name, parameter in part.named_parameters():
+        grad, expected = parameter.grad, whole.get_parameter(name).grad
+        if not owned(name):
+            # The router and the shared expert see this rank's tokens; their sum over ranks belongs to the caller.
+            dist.all_reduce(grad, group=rank.group)
+        assert_close(grad, share.of(name, expected) if owned(name) else expected, 1e-12, name)
+    counts = part.last_expert_counts.clone()
+    dist.all_reduce(counts, group=rank.group)
+    assert torch.equal(counts, whole.last_expert_counts)
+
+
+def owned(name: str) -> bool:
+    """Whether a parameter is of experts, which ranks divide, and not one that every rank holds."""
+    return name.startswith(("w_", "bias_"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "tokens"), [(ranks, tokens) for ranks in TOKENS for tokens in TOKENS[ranks]], ids=str
+)
+def test_equals_one_rank(some_ranks, ranks, tokens, compiled):
+    some_ranks(ranks).run(check_module, tokens, compiled)
+
+
+def check_groups(rank: Rank) -> None:
+    tokens = [4, 3]
+    reserve_all(rank, tokens, TOP_K)
+    x = torch.randn(tokens[rank.rank], HIDDEN, dtype=torch.float64)
+    part = build(group=rank.group)
+    y = part(x)
+    mesh = DeviceMesh.from_group(rank.group, "cpu")
+    for same in (build(group=rank.name), build(group=mesh), pickle.loads(pickle.dumps(part))):
+        assert same.experts == part.experts
+        assert_equal_bits(same(x), y, "y")
+
+    inputs = make_inputs(random_routing(tokens[rank.rank], EXPERTS, TOP_K), HIDDEN, WIDTH, EXPERTS, dtype=torch.float64)
+    experts = slice(part.experts.start, part.experts.stop)
+    args = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.w_gate_up[experts], inputs.w_down[experts])
+    for group in (rank.group, rank.name, mesh):
+        got = moe_layer(*args, num_experts=EXPERTS, group=group)
+        assert_close(got, moe_layer(*args[:3], inputs.w_gate_up, inputs.w_down), 1e-12, "y")
+
+
+def test_groups_by_object_name_mesh_and_from_a_pickle(some_ranks):
+    some_ranks(2).run(check_groups)
+
+
+def check_checkpoint(rank: Rank) -> dict[str, torch.Tensor]:
+    whole = build()
+    stored = convert.to_per_expert(
+        {key: whole.state_dict()[key] for key in ("w_gate_up", "w_down", "bias_gate_up", "bias_down")},
+        num_experts=EXPERTS,
+    )
+    part = build(group=rank.group)
+    expected = {key: value.clone() for key, value in part.state_dict().items()}
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.zero_()
+    mine = convert.from_per_expert(stored, num_experts=EXPERTS, experts=part.experts, bias=True)
+    rest = {key: value for key, value in whole.state_dict().items() if not owned(key)}
+    part.load_state_dict({**mine, **rest})
+    for key, value in part.state_dict().items():
+        assert_equal_bits(value, expected[key], key)
+    own = {key: value for key, value in part.state_dict().items() if owned(key)}
+    return convert.to_per_expert(own, num_experts=EXPERTS, experts=part.experts)
+
+
+def test_each_rank_loads_and_saves_its_experts(some_ranks):
+    whole = {key: value for key, value in build().state_dict().items() if owned(key)}
+    expected = convert.to_per_expert(whole, num_experts=EXPERTS)
+    shares = some_ranks(2).run(check_checkpoint)
+    assert not shares[0].keys() & shares[1].keys()
+    joined = {**shares[0], **shares[1]}
+    assert joined.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_equal_bits(joined[key], value, key)
