@@ -1,4 +1,4 @@
-"""``moe::route``, the first stage: the C++ kernel against a numpy sort by the same key.
+"""``moe::route``, the first stage: the C++ kernel, and its twin in PyTorch, against a numpy sort by the same key.
 
 Every output is allocated poisoned, so an element that the kernel leaves unwritten shows.
 """
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_megakernel import _native
+from moe_megakernel.reference.route import route as route_torch
 
 RESIDUES = 64
 DTYPES = [torch.int32, torch.int64]
@@ -46,15 +47,15 @@ def oracle(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray, i
 
 
 def check(topk_idx: torch.Tensor, num_experts: int) -> None:
-    """Compare the op with the oracle: values, dtypes and shapes."""
-    ids = topk_idx.numpy()
-    order, counts, first_bad = torch.ops.moe.route(topk_idx, num_experts)
-    expected_order, expected_counts, expected_bad = oracle(ids, num_experts)
-    assert (order.dtype, counts.dtype, first_bad.dtype) == (torch.int32, torch.int32, torch.int64)
-    assert first_bad.shape == (1,)
-    np.testing.assert_array_equal(order.numpy(), expected_order)
-    np.testing.assert_array_equal(counts.numpy(), expected_counts)
-    assert first_bad.item() == expected_bad
+    """Compare both implementations with the oracle: values, dtypes and shapes."""
+    expected_order, expected_counts, expected_bad = oracle(topk_idx.numpy(), num_experts)
+    for implementation in (torch.ops.moe.route, route_torch):
+        order, counts, first_bad = implementation(topk_idx, num_experts)
+        assert (order.dtype, counts.dtype, first_bad.dtype) == (torch.int32, torch.int32, torch.int64)
+        assert first_bad.shape == (1,)
+        np.testing.assert_array_equal(order.numpy(), expected_order)
+        np.testing.assert_array_equal(counts.numpy(), expected_counts)
+        assert first_bad.item() == expected_bad
 
 
 def make_ids(rng: np.random.Generator, kind: str, num_tokens: int, top_k: int, num_experts: int) -> np.ndarray:
