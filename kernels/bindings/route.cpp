@@ -1,6 +1,6 @@
 // Registers the CPU kernel of torch.ops.moe.route: checks the arguments, allocates the outputs and calls plan/route.h.
-// Schema and fake kernel live in Python (src/moe_megakernel/ops.py). Only torch's stable ABI is used, so that one
-// binary loads on every torch >= 2.10 and every Python.
+// Schema and fake kernel live in Python (src/moe_megakernel/schemas.py, fake.py). Only torch's stable ABI is used, so
+// that one binary loads on every torch >= 2.10 and every Python.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,7 +1,8 @@
 """Loads the C++ library, which registers the kernels of ``torch.ops.moe`` that are written in C++.
 
-Owns the search for the file and the answer to "is it loaded, and if not, why". ``ops`` calls :func:`load` once, after
-it has defined the schemas; ``doctor`` and the tests ask the rest. Nothing here raises because the library is missing.
+Owns the search for the file and the answer to "is it loaded, and if not, why". ``inner_ops`` calls :func:`load` after
+the schemas are defined, and registers a kernel in Python where the answer is no; ``doctor`` and the tests ask the rest.
+Nothing here raises because the library is missing.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ LIBRARY_VARIABLE = "MOE_MEGAKERNEL_LIBRARY"
 _FILE_NAME = "libmoe_megakernel.so"
 
 _lock = threading.Lock()
+_tried = False
 _loaded_path: Path | None = None
 _reason: str | None = "not loaded yet"
 
 
 def load() -> bool:
-    """Load the library if that has not been done, and say whether it is loaded now.
+    """Load the library if that has not been tried, and say whether it is loaded.
 
-    Safe to call again and from several threads; a failure is tried again by the next call. A library that is absent or
-    does not load is not an error here: the reason is kept for :func:`why_missing`.
+    The answer is found once in a process, because other kernels are registered where it is no; further calls, from any
+    thread, return it. A library that is absent or does not load is not an error here: the reason is kept for
+    :func:`why_missing`.
     """
-    global _loaded_path, _reason
+    global _tried, _loaded_path, _reason
     with _lock:
-        if _loaded_path is not None:
-            return True
+        if _tried:
+            return _loaded_path is not None
+        _tried = True
         candidates = list(_candidates())
         path = next((candidate for candidate in candidates if candidate.is_file()), None)
         if path is None:

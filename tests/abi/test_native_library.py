@@ -146,8 +146,9 @@ def test_import_works_without_the_library_and_says_why(kind: str, tmp_path: Path
     if kind == "not a library":
         path.write_bytes(b"no ELF file")
     code = (
-        "import moe_megakernel\n"
+        "import torch, moe_megakernel\n"
         "from moe_megakernel import _native\n"
+        "assert torch.ops.moe.route(torch.tensor([[1, 0], [-1, 1]]), 2)[0].tolist() == [1, 0, 3, -1]\n"
         "print(_native.load(), _native.library_path(), _native.why_missing())\n"
     )
     printed = _fresh_process(code, MOE_MEGAKERNEL_LIBRARY=str(path))
