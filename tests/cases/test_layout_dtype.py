@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def test_a10_strided_everything_else(dtype: torch.dtype) -> None:
     inputs = make_inputs(random_routing(8, 4, 2), bias=True, dtype=dtype)
     assert inputs.bias_gate_up is not None
     assert inputs.bias_down is not None
+    bias_down = inputs.bias_down.t().contiguous().t()
     row = inputs.topk_weights[:1]
     inputs = replace(inputs, topk_weights=row.expand(8, 2), bias_gate_up=inputs.bias_gate_up[:1].expand(4, 64))
     wide = torch.full((8, 5), 99)
@@ -89,11 +91,13 @@ def test_a10_strided_everything_else(dtype: torch.dtype) -> None:
         topk_idx=wide[:, 1:4:2],
         w_gate_up=padded[:, :, :64],
         w_down=inputs.w_down.mT.contiguous().mT,
-        bias_down=inputs.bias_down.t().contiguous().t(),
+        bias_down=bias_down,
     )
-    contiguous = {n: t.contiguous() for n in (*DIFFERENTIABLE, "topk_idx") if (t := getattr(inputs, n)) is not None}
+    contiguous: dict[str, Any] = {
+        n: t.contiguous() for n in (*DIFFERENTIABLE, "topk_idx") if (t := getattr(inputs, n)) is not None
+    }
     expected = check_step(replace(inputs, **contiguous))
-    views: dict[str, Tensor] = {}
+    views: dict[str, Any] = {}
     for name in DIFFERENTIABLE:
         views[name] = getattr(strided, name).detach().requires_grad_()
     with poisoned_memory():
