@@ -60,7 +60,8 @@ def _backward(args: tuple[Any, ...], grouped: bool) -> tuple[Tensor, ...]:
     rest = (options.act, unpack_needs(options.needs), options.recompute, main_grads)
     with torch.autocast(saved.dy.device.type, enabled=False):
         if group is None:
-            dx, dtopk_weights, grads = layer_backward(*given, saved.expert_offsets, *plan, *rest)
+            (row_route,) = plan
+            dx, dtopk_weights, grads = layer_backward(*given, saved.expert_offsets, row_route, *rest)
         else:
             group_plan = GroupPlan(saved.expert_offsets, *plan)
             dx, dtopk_weights, grads = group_backward(get_group(group.group_name), *given, group_plan, *rest)

@@ -51,8 +51,9 @@ class Group:
         return self._pg()
 
     @property
-    def _store(self) -> dist.Store:
-        return dist.distributed_c10d._get_process_group_store(self._pg())
+    def _store(self) -> Any:
+        c10d: Any = dist.distributed_c10d  # its stubs know neither these private names nor all stores' methods
+        return c10d._get_process_group_store(self._pg())
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
@@ -228,7 +229,8 @@ def get_group(group_name: str) -> Group:
 
 def _resolve(group_name: str) -> dist.ProcessGroup:
     try:
-        return dist.distributed_c10d._resolve_process_group(group_name)
+        c10d: Any = dist.distributed_c10d
+        return c10d._resolve_process_group(group_name)
     except Exception as error:
         raise ValueError(
             f"dispatch_gemm_combine: group_name: expected the group_name of a live process group, got {group_name!r}"

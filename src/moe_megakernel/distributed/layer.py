@@ -241,7 +241,7 @@ def _send_back(group: Group, exchange: Collective, op: str, plan: RowPlan, rows:
 
 
 def _saved_plan(plan: RowPlan, route_order: Tensor, capacity: int, device: torch.device) -> GroupPlan:
-    row_order = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+    row_order = _minus_ones(capacity, device)
     row_order[: plan.row_order.shape[0]] = plan.row_order.to(device)
     return GroupPlan(
         plan.expert_offsets.to(device),
@@ -259,11 +259,14 @@ def _refused_forward(
     capacity = max(0, row_capacity if row_capacity >= 0 else group.row_capacity or 0)
     experts, width = weights.gate_up.shape[:2]
     h = new_h(x, capacity if save_h else 0, 0, width)
-    ints = {"dtype": torch.int32, "device": x.device}
     plan = GroupPlan(
-        torch.full((experts + 1,), -1, **ints),
-        torch.full((capacity,), -1, **ints),
-        torch.full((topk_idx.numel(),), -1, **ints),
+        _minus_ones(experts + 1, x.device),
+        _minus_ones(capacity, x.device),
+        _minus_ones(topk_idx.numel(), x.device),
         torch.zeros(2, group.ranks, dtype=torch.int64),
     )
     return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format), h, plan
+
+
+def _minus_ones(size: int, device: torch.device) -> Tensor:
+    return torch.full((size,), -1, dtype=torch.int32, device=device)
