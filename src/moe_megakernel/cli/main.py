@@ -1,0 +1,21 @@
+"""The `moe-megakernel` command: collects the sub-commands, each of which lives in a file of its own.
+
+Entry point of the console script and of `python -m moe_megakernel`.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from .doctor import doctor
+from .train import train
+
+app = typer.Typer(
+    name="moe-megakernel",
+    help="A mixture-of-experts layer behind one torch operator: train a demo model, inspect this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(doctor)
