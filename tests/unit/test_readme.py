@@ -29,7 +29,11 @@ def _blocks() -> list[tuple[str, str]]:
 
 BLOCKS = _blocks()
 SCRIPTS = [(name, block) for name, block in BLOCKS if SCRIPT.match(block)]
-HERE = [(name, block) for name, block in BLOCKS if not SCRIPT.match(block)]
+HERE = [
+    pytest.param(name, block, id=name, marks=pytest.mark.slow if "torch.compile(" in block else ())
+    for name, block in BLOCKS
+    if not SCRIPT.match(block)
+]
 
 
 def test_there_are_examples_of_both_kinds():
@@ -37,7 +41,7 @@ def test_there_are_examples_of_both_kinds():
     assert SCRIPTS
 
 
-@pytest.mark.parametrize(("name", "block"), HERE, ids=[name for name, _ in HERE])
+@pytest.mark.parametrize(("name", "block"), HERE)
 def test_example_runs(name, block):
     torch.manual_seed(0)
     exec(compile(block, name, "exec"), {"__name__": name})
