@@ -102,7 +102,7 @@ def choose_experts(
     * GPT-OSS: softmax with score_before_topk=False: the softmax runs over the chosen logits only.
     * DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid, renormalize, correction_bias, num_groups=8, top_groups=4,
       scale=2.5. A group's score is the sum of its two best biased scores; experts of other groups cannot be chosen.
-    * DeepSeek-V2 (arXiv 2405.04434, section 2.1.3): softmax, num_groups=8, top_groups=3, group_score="max", scale=16.
+    * DeepSeek-V2 (arXiv 2405.04434, section 2.2.2): softmax, num_groups=8, top_groups=3, group_score="max", scale=16.
 
     Args:
         logits: [..., E]; computed on in fp32 (fp64 stays fp64).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from tests.distributed.split import reserve_all, share_of
 from tests.distributed.worker import Rank
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import moe_megakernel
 from moe_megakernel import convert
@@ -22,13 +25,19 @@ pytestmark = pytest.mark.distributed
 HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 12, 5, 2
 OPTIONS = {"bias": True, "correction_bias": True, "shared_expert_width": 8, "shared_expert_gate": True, "seed": 5}
 
+WAYS = {
+    "eager": lambda moe: moe,
+    "compiled": lambda moe: torch.compile(moe, fullgraph=True),
+    "checkpointed": lambda moe: partial(checkpoint, moe, use_reentrant=False),
+}
+
 
 def build(**options) -> MoE:
     """In fp64, so that a choice of experts never hangs on how the router's product was blocked."""
     return MoE(HIDDEN, WIDTH, EXPERTS, TOP_K, dtype=torch.float64, **OPTIONS, **options)
 
 
-def check_module(rank: Rank, tokens: list[int], compiled: bool) -> None:
+def check_module(rank: Rank, tokens: list[int], way: str) -> None:
     reserve_all(rank, tokens, TOP_K)
     share = share_of(rank.rank, tokens, EXPERTS)
     x, dy = torch.randn(2, sum(tokens), HIDDEN, dtype=torch.float64)
@@ -39,7 +48,7 @@ def check_module(rank: Rank, tokens: list[int], compiled: bool) -> None:
         assert_equal_bits(parameter.detach(), share.of(name, expected) if owned(name) else expected, name)
 
     x_whole, x_part = x.clone().requires_grad_(), x[share.tokens].clone().requires_grad_()
-    y_whole, y_part = whole(x_whole), (torch.compile(part, fullgraph=True) if compiled else part)(x_part)
+    y_whole, y_part = whole(x_whole), WAYS[way](part)(x_part)
     y_whole.backward(dy)
     y_part.backward(dy[share.tokens])
     assert_close(y_part, y_whole[share.tokens], 1e-12, "y")
@@ -61,12 +70,19 @@ def owned(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tokens", "compiled"),
-    [(2, [7, 12], False), (2, [0, 6], False), (4, [3, 0, 9, 4], False), (2, [0, 6], True)],
+    ("ranks", "tokens", "way"),
+    [
+        (2, [7, 12], "eager"),
+        (2, [0, 6], "eager"),
+        (4, [3, 0, 9, 4], "eager"),
+        (2, [0, 6], "checkpointed"),
+        (4, [3, 0, 9, 4], "checkpointed"),
+        pytest.param(2, [0, 6], "compiled", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
-def test_equals_one_rank(some_ranks, ranks, tokens, compiled):
-    some_ranks(ranks).run(check_module, tokens, compiled)
+def test_equals_one_rank(some_ranks, ranks, tokens, way):
+    some_ranks(ranks).run(check_module, tokens, way)
 
 
 def check_groups(rank: Rank) -> None:
@@ -122,3 +138,41 @@ def test_each_rank_loads_and_saves_its_experts(some_ranks):
     assert joined.keys() == expected.keys()
     for key, value in expected.items():
         assert_equal_bits(joined[key], value, key)
+
+
+def check_dtensors(rank: Rank) -> None:
+    reserve_all(rank, [4, 3], TOP_K)
+    mesh = DeviceMesh.from_group(rank.group, "cpu")
+    x = torch.randn([4, 3][rank.rank], HIDDEN, dtype=torch.float64)
+
+    def even(**options) -> MoE:
+        return MoE(HIDDEN, WIDTH, 6, TOP_K, dtype=torch.float64, bias=True, seed=5, group=mesh, **options)
+
+    plain, sharded = even(), even()
+    for name in filter(owned, dict(plain.named_parameters())):
+        local = sharded.get_parameter(name).detach()
+        setattr(sharded, name, torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)])))
+    y, expected = sharded(x), plain(x)
+    assert_equal_bits(y, expected, "y")
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        grad = sharded.get_parameter(name).grad
+        assert isinstance(grad, DTensor) == owned(name)
+        assert_equal_bits(grad.to_local() if owned(name) else grad, parameter.grad, name)
+
+    sharded.zero_grad()
+    main_grad = DTensor.from_local(torch.zeros_like(plain.w_down), mesh, [Shard(0)])
+    sharded.w_down.main_grad = main_grad
+    sharded(x).square().sum().backward()
+    assert sharded.w_down.grad is None
+    assert_close(main_grad.to_local(), plain.w_down.grad, 1e-12, "main_grad")
+
+    with torch.no_grad():
+        sharded.w_down.zero_()
+    sharded.reset_parameters()
+    assert_equal_bits(sharded.w_down.detach().to_local(), plain.w_down.detach(), "w_down")
+
+
+def test_parameters_as_dtensors(some_ranks):
+    some_ranks(2).run(check_dtensors)
