@@ -45,13 +45,17 @@ def assert_equal_bits(actual: Tensor | None, expected: Tensor | None, name: str 
         return
     assert actual.dtype == expected.dtype, f"{name}: expected {expected.dtype}, got {actual.dtype}"
     assert actual.shape == expected.shape, f"{name}: expected shape {expected.shape}, got {actual.shape}"
-    a = actual.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    e = expected.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    a, e = _bytes(actual), _bytes(expected)
     if not torch.equal(a, e):
         error = relative_error(actual, expected)
         raise AssertionError(
             f"{name}: expected equal bits, got {int((a != e).sum())} bytes off, relative error {error:.3e}"
         )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # A copy, since `contiguous` leaves the stride of a single element as it is, and bytes cannot be viewed with it.
+    return tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 @contextmanager
