@@ -52,9 +52,9 @@ def name_of(case: Any) -> str:
 
 
 def make_dy(y: Tensor, seed: int = 1) -> Tensor:
-    """A gradient of y at order 1, from a seed, in y's shape and dtype."""
+    """A gradient of y at order 1, from a seed, like y."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
 
 
 def run_step(
