@@ -4,11 +4,15 @@ Importing the package registers the ops. It never initialises CUDA and works wit
 library.
 """
 
+from . import convert
 from . import ops as _ops  # registers torch.ops.moe.*
 from .config import get_timeout, set_timeout
 from .distributed.capacity import rebuild, reserve
 from .distributed.partition import expert_range
 from .errors import CapacityError, GroupError, MismatchError, MoEError, RoutingError, check_errors
+from .functional import moe_layer
+from .module import MoE
+from .router import Router, Routing
 from .workspace import workspace_bytes
 
 __version__ = "0.1.0"
@@ -17,11 +21,16 @@ __all__ = [
     "CapacityError",
     "GroupError",
     "MismatchError",
+    "MoE",
     "MoEError",
+    "Router",
+    "Routing",
     "RoutingError",
     "check_errors",
+    "convert",
     "expert_range",
     "get_timeout",
+    "moe_layer",
     "rebuild",
     "reserve",
     "set_timeout",

@@ -22,6 +22,11 @@ class Activation:
     alpha: float
     limit: float
 
+    def text(self) -> str:
+        """The activation in one line, for messages."""
+        limit = "" if math.isinf(self.limit) else f", limit={self.limit:g}"
+        return f"{self.name}(alpha={self.alpha:g}{limit})" if self.name == "swiglu_oai" or limit else self.name
+
     @property
     def width_factor(self) -> int:
         """Rows of w_gate_up per expert column: 2 (gate and up) or 1."""

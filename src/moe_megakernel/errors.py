@@ -1,7 +1,7 @@
 """Errors of the layer, and the errors of CUDA steps that are raised late.
 
 On a CUDA device a step never synchronises with the host to report bad input: it returns NaN and leaves a message
-here. The next call on that device, or `check_errors`, raises it. Every op of the package calls `raise_pending` first.
+here. The next forward call on that device, or `check_errors`, raises it: the forward ops call `raise_pending` first.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from torch import Tensor
 from . import _native
 from .checks import OP
 from .distributed.group import get_group
-from .distributed.layer import GroupPlan, group_backward, group_forward
-from .errors import MoEError
+from .distributed.layer import FORWARD, GroupPlan, group_backward, group_forward
+from .errors import MoEError, raise_pending
 from .reference.experts import RowGrads
 from .reference.layer import layer_backward, layer_forward
 from .reference.route import route
-from .schemas import lib, read_backward, read_forward, unpack_needs
+from .schemas import GroupOptions, lib, read_backward, read_forward, unpack_needs
 
 
 def _anchor(x: Tensor) -> Tensor:
@@ -39,16 +39,27 @@ def _refuse_capture(device: torch.device, backend: str) -> None:
         )
 
 
+def _raise_pending(device: torch.device, group: GroupOptions | None) -> None:
+    """Raises what an earlier step left, and tells the other ranks, which may have taken their copy of it already."""
+    try:
+        raise_pending(device)
+    except MoEError as error:
+        if group is not None:
+            get_group(group.group_name).report(FORWARD, "route", error)
+        raise
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     inputs, num_experts, group, options = read_forward(args)
+    _raise_pending(inputs.x.device, group)
     _refuse_capture(inputs.x.device, options.backend)
     given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
         if group is None:
             y, h, *plan = layer_forward(*given, options.saves_h)
         else:
-            state, capacity = get_group(group.group_name), group.row_capacity
-            y, h, saved = group_forward(state, *given, capacity, options.needs, options.saves_h)
+            state, gradients = get_group(group.group_name), unpack_needs(options.needs).names()
+            y, h, saved = group_forward(state, *given, group.row_capacity, gradients, options.saves_h)
             plan = [saved.expert_offsets, saved.row_order, saved.route_order, saved.splits]
     return y, h, _anchor(y), *plan
 

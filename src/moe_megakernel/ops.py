@@ -21,7 +21,7 @@ from .backends import select_backend, select_transport
 from .distributed.dtensor import local_weight, refuse_dtensor
 from .distributed.group import get_group, group_rank, group_ranks
 from .distributed.layer import FORWARD
-from .errors import MoEError, raise_pending
+from .errors import MoEError
 from .reference.experts import Needs
 from .reference.numerics import compute_dtype
 from .schemas import Inputs, Options, lib, pack_needs
@@ -33,7 +33,12 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
     """Casts a floating tensor to the autocast dtype where autocast is on; float64 is left alone, as PyTorch does."""
-    if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:
+    if (
+        tensor is None
+        or tensor.is_meta
+        or not torch.is_autocast_enabled(tensor.device.type)
+        or tensor.dtype == torch.float64
+    ):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if tensor.is_floating_point() else tensor
 
@@ -70,15 +75,14 @@ def _dispatch_gemm_combine(
     row_capacity: int = -1,
     recompute: bool = False,
 ) -> Tensor:
-    raise_pending(x.device)
     given = (x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down)
     ranks = group_ranks(group_name)
     try:
+        backend = select_backend(backend, x.device.type, _capability(x.device))
+        transport = select_transport(transport, x.device.type)
         inputs = _settle(Inputs(*given), group_name)
         act = resolve_activation(activation, alpha, limit)
         checks.check_arguments(inputs, num_experts, group_rank(group_name), ranks, act, row_capacity)
-        backend = select_backend(backend, x.device.type, _capability(x.device))
-        transport = select_transport(transport, x.device.type)
     except (TypeError, ValueError) as error:
         if ranks > 1 and not _tracing(x):
             get_group(group_name).report(FORWARD, "route", error)  # the others wait for this rank there

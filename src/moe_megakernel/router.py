@@ -8,6 +8,7 @@ Shape suffixes: T tokens (any leading dimensions), E experts in the group, K top
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -209,7 +210,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Routes x [..., H]; see `Routing`."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(device_type=x.device.type, enabled=False):
+        # Autocast does not know the meta device.
+        plain = contextlib.nullcontext() if x.is_meta else torch.autocast(device_type=x.device.type, enabled=False)
+        with plain:
             bias = None if self.bias is None else self.bias.to(wide)
             logits = nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
             topk_idx, topk_weights = choose_experts(

@@ -8,6 +8,7 @@ number of ranks.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,9 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import get_timeout
+from ..errors import MoEError
 from ..reference.route import TOKEN_CLASSES
 from .group import Group
 from .partition import expert_range
+
+#: Seconds between two looks at a collective in flight, doubling from the shorter to the longer.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
+#: Seconds between two looks at the group's failure record meanwhile.
+_LOOK = 0.5
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,23 @@ class Collective:
         self._transport_device = device if device.type == "cpu" or "nccl" in backend else torch.device("cpu")
 
     def _run(self, phase: str, function: Any, *args: Any) -> None:
+        """Starts a collective and waits for it, looking now and then whether a rank has failed meanwhile."""
         try:
             work = function(*args, group=self._group.pg, async_op=True)
+            deadline = time.monotonic() + get_timeout()
+            look, pause = time.monotonic() + _LOOK, _SHORTEST_PAUSE
+            while work is not None and not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                if time.monotonic() > look:
+                    self._group.raise_if_reported(self._op, phase, in_collective=True)
+                    look = time.monotonic() + _LOOK
             if work is not None:
-                work.wait(timedelta(seconds=get_timeout()))
+                work.wait(
+                    timedelta(seconds=0.001) if time.monotonic() >= deadline else timedelta(seconds=get_timeout())
+                )
+        except MoEError:
+            raise
         except Exception as error:
             self._group.transport_failed(self._op, phase, error)
 

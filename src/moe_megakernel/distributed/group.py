@@ -21,8 +21,10 @@ import torch.distributed as dist
 from ..config import get_timeout
 from ..errors import GroupError, MismatchError, MoEError
 
-#: Seconds between two looks at the group's failure record while waiting.
-_SLICE = 1.0
+#: Seconds of the one blocking wait in the store; most peers arrive within it. The store warns of each that runs out.
+_BLOCKING = 2.0
+#: Seconds between two looks at the store after that.
+_POLL = 0.02
 #: Seconds that a rank whose transport failed gives the others to say that they live.
 _ROLL_CALL = 10.0
 
@@ -43,6 +45,8 @@ class Group:
         self._epoch = 0
         self._gates = 0
         self._failure: str | None = None
+        # A collective was left in flight: the process group cannot be used again, the store can.
+        self._broken = False
         self._lock = threading.Lock()
 
     @property
@@ -105,12 +109,17 @@ class Group:
             if gate >= 2:
                 # Everybody has passed gate - 2: this rank has passed gate - 1, which takes every rank's arrival there.
                 self._store.delete_key(self._key(gate - 2, self.rank))
-            while not self._wait(keys, deadline):
-                self._raise_if_reported(op, phase)
+            arrived_all = self._wait(keys, min(_BLOCKING, timeout))
+            while not arrived_all:
+                self.raise_if_reported(op, phase)
                 if time.monotonic() >= deadline:
                     missing = [r for r in range(self.ranks) if not self._store.check([keys[r]])]
                     if missing:
                         self._fail(op, phase, f"{_ranks_text(missing)} did not arrive within {timeout:g} s")
+                time.sleep(_POLL)
+                arrived_all = self._store.check(keys)
+            # A rank that comes after the others have given up must not go on to a collective they will never join.
+            self.raise_if_reported(op, phase)
             arrived = [json.loads(text) for text in self._get(keys)]
         except MoEError:
             raise
@@ -135,13 +144,11 @@ class Group:
             if "error" in payload and r != self.rank:
                 raise MoEError(f"{op}: {phase}: rank {r} refused its arguments: {payload['error']}")
 
-    def _wait(self, keys: list[str], deadline: float) -> bool:
-        """Waits a slice for `keys`; False if some are missing. Other errors of the store pass through."""
-        seconds = min(_SLICE, max(deadline - time.monotonic(), 0.001))
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        """Waits for `keys` in the store; False if some are missing. A broken store raises in `check`."""
         try:
             self._store.wait(keys, timedelta(seconds=seconds))
-        except Exception:
-            # Stores raise different classes when the time is up; a broken store fails in `check` as well.
+        except Exception:  # stores raise different classes when the time is up
             return self._store.check(keys)
         return True
 
@@ -155,13 +162,14 @@ class Group:
     def transport_failed(self, op: str, phase: str, error: Exception) -> NoReturn:
         """A collective raised: finds out which ranks still live, and raises `GroupError` naming the others."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self._broken = True
         try:
             self._store.set(self._key("roll", self.rank), "here")
             self._store.set(self._key("suspect"), text)
             keys = [self._key("roll", r) for r in range(self.ranks)]
             deadline = time.monotonic() + min(_ROLL_CALL, get_timeout())
-            while not self._wait(keys, deadline) and time.monotonic() < deadline:
-                pass
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_POLL)
             missing = [r for r in range(self.ranks) if not self._store.check([keys[r]])]
         except Exception:
             self._fail(
@@ -170,10 +178,12 @@ class Group:
         who = f"{_ranks_text(missing)} no longer answers" if missing else "a connection broke, all ranks answer"
         self._fail(op, phase, f"{who} ({text})")
 
-    def _raise_if_reported(self, op: str, phase: str) -> None:
+    def raise_if_reported(self, op: str, phase: str, in_collective: bool = False) -> None:
+        """Raises `GroupError` if a rank has failed; `in_collective`: one is in flight here and will never end."""
         if self._store.check([self._key("failure")]):
             report = self._store.get(self._key("failure")).decode()
             self._failure = report
+            self._broken = self._broken or in_collective
             raise GroupError(f"{op}: {phase}: group {self.name} failed: {report}")
         if self._store.check([self._key("suspect")]):
             self._store.set(self._key("roll", self.rank), "here")
@@ -192,13 +202,31 @@ class Group:
         )
 
     def rebuild(self) -> None:
-        """Makes a failed group usable again; every rank must call it. The agreed capacities are forgotten."""
+        """Makes a failed group usable again; every rank must call it. The agreed capacities are forgotten.
+
+        Raises:
+            GroupError: a rank did not come in time; the group is as before, and the call can be repeated. Or, on every
+                rank: a collective was left unfinished on some rank, and only a new process group helps.
+        """
         with self._lock:
-            self._epoch += 1
-            self._gates = 0
-            self._failure = None
+            before = (self._epoch, self._gates, self._failure)
+            self._epoch, self._gates, self._failure = self._epoch + 1, 0, None
+            arrival = self._key(0, self.rank)
+            try:
+                broken = [
+                    r for r, p in enumerate(self.gate("rebuild", "route", {"broken": self._broken})) if p["broken"]
+                ]
+                if broken:
+                    self._fail(
+                        "rebuild", "route", f"a collective was left unfinished on {_ranks_text(broken)}: make a new one"
+                    )
+            except GroupError:
+                with contextlib.suppress(Exception):
+                    self._store.delete_key(arrival)
+                    self._store.delete_key(self._key("failure"))
+                self._epoch, self._gates, self._failure = before
+                raise
             self.max_tokens = self.row_capacity = None
-            self.gate("rebuild", "route", {})
 
 
 def _ranks_text(ranks: list[int]) -> str:

@@ -63,7 +63,7 @@ _EQUAL_IN_FORWARD = {
     "dtype": "dtype",
     "row_capacity": "row_capacity",
     "activation": "activation",
-    "grad_mask": "requires_grad of the inputs",
+    "gradients": "inputs that require grad",
 }
 _EQUAL_IN_BACKWARD = {
     "hidden": "hidden width of dy",
@@ -81,7 +81,7 @@ def group_forward(
     num_experts: int,
     act: Activation,
     row_capacity: int,
-    grad_mask: int,
+    gradients: list[str],
     save_h: bool,
 ) -> tuple[Tensor, Tensor, GroupPlan]:
     """One rank's part of the forward.
@@ -93,7 +93,7 @@ def group_forward(
         num_experts: E in the whole group.
         act: the activation.
         row_capacity: rows this rank can receive, or -1 for the agreed figure.
-        grad_mask: which inputs want gradients; must be equal on all ranks.
+        gradients: names of the inputs that want gradients; must be equal on all ranks.
         save_h: whether h is returned, else it is [0, 2I].
 
     Returns:
@@ -111,6 +111,10 @@ def group_forward(
         per_expert = class_counts.sum(1).tolist()
         ranges = [expert_range(num_experts, r, group.ranks) for r in range(group.ranks)]
         sends = [sum(per_expert[q.start : q.stop]) for q in ranges]
+        routes = route_order[: sum(sends)]
+        # Everything local comes before the gate: a rank that fails in it leaves the others at the gate, not in a
+        # collective.
+        x_sent = gather_rows(x, routes, topk_idx.shape[1])
         status = "" if bad < 0 else str(routing_error(op, topk_idx, bad, num_experts, group.rank))
         payloads = group.gate(
             op,
@@ -124,8 +128,8 @@ def group_forward(
                 "top_k": topk_idx.shape[1],
                 "dtype": str(x.dtype),
                 "row_capacity": row_capacity,
-                "activation": str(act),
-                "grad_mask": grad_mask,
+                "activation": act.text(),
+                "gradients": gradients,
                 "sends": sends,
             },
         )
@@ -137,15 +141,12 @@ def group_forward(
         counts = exchange.all_gather("route", class_counts)
         starts = [sum(p["tokens"] for p in payloads[:r]) for r in range(group.ranks)]
         plan = plan_rows(counts, starts, group.rank)
-        routes = route_order[: sum(plan.send)]
-
-        x_sent = gather_rows(x, routes, topk_idx.shape[1])
         x_rows = exchange.all_to_all("dispatch", x_sent, plan.send, plan.receive).index_select(
             0, plan.row_order.to(x.device)
         )
         h = new_h(x, decision if save_h else 0, x_rows.shape[0], weights.gate_up.shape[1])
         o_rows = experts_forward(x_rows, plan.expert_offsets.tolist(), weights, act, h if save_h else None)
-        o_sent = _send_back(group, exchange, op, plan, o_rows)
+        (o_sent,) = _send_back(group, exchange, op, plan, [o_rows])
         o = scatter_rows(o_sent, routes, topk_idx.numel()).view(*topk_idx.shape, x.shape[1])
         return combine(o, topk_weights, topk_idx, x.dtype), h, _saved_plan(plan, route_order, decision, x.device)
 
@@ -172,46 +173,36 @@ def group_backward(
     op = BACKWARD
     (tokens, top_k), device = topk_weights.shape, dy.device
     with group.step(op):
-        payloads = group.gate(op, "route", {"hidden": dy.shape[1], "needs": list(needs), "sends_x": x is not None})
+        refused = int(saved.expert_offsets[0]) < 0
+        send, receive = ([0] * group.ranks, [0] * group.ranks) if refused else saved.splits.tolist()
+        plan = RowPlan(send, receive, saved.expert_offsets, saved.row_order[: sum(receive)])
+        routes = saved.route_order[: sum(send)]
+        sent = [gather_rows(dy, routes, top_k), gather_weights(topk_weights, routes)]
+        sent += [] if x is None else [gather_rows(x, routes, top_k)]
+        payloads = group.gate(op, "route", {"hidden": dy.shape[1], "needs": needs.names(), "sends_x": x is not None})
         mismatch = compare(op, payloads, _EQUAL_IN_BACKWARD)
-        offsets = saved.expert_offsets.tolist()
-        refused = offsets[0] < 0 or mismatch is not None
         if mismatch is not None:
             refuse(device, mismatch)
-        if refused:
-            offsets = [0] * len(offsets)
-        send, receive = ([0] * group.ranks, [0] * group.ranks) if refused else saved.splits.tolist()
-        rows = sum(receive)
-        plan = RowPlan(send, receive, saved.expert_offsets, saved.row_order[:rows])
-        routes = saved.route_order[: sum(send)]
+        refused = refused or mismatch is not None
         exchange = Collective(group, op, device)
-
-        def pull(sent: Tensor) -> Tensor:
-            return exchange.all_to_all("dispatch", sent, send, receive).index_select(0, plan.row_order)
-
+        if refused:
+            offsets, pulled = [0] * saved.expert_offsets.shape[0], [rows[:0] for rows in sent]
+        else:
+            offsets = saved.expert_offsets.tolist()
+            arrived = [exchange.all_to_all("dispatch", rows, send, receive) for rows in sent]
+            pulled = [rows.index_select(0, plan.row_order) for rows in arrived]
+        x_rows = None if x is None else pulled[2]
         grads = experts_backward(
-            dy.new_empty(0, dy.shape[1]) if refused else pull(gather_rows(dy, routes, top_k)),
-            topk_weights.new_empty(0) if refused else pull(gather_weights(topk_weights, routes)),
-            None if x is None else (x.new_empty(0, x.shape[1]) if refused else pull(gather_rows(x, routes, top_k))),
-            None if recompute else h,
-            offsets,
-            weights,
-            act,
-            needs,
-            accumulate,
+            pulled[0], pulled[1], x_rows, None if recompute else h, offsets, weights, act, needs, accumulate
         )
-        if needs.rows and not refused:
-            group.gate(op, "combine", {})
-        dx = dtopk_weights = None
-
-        def push(values: Tensor) -> Tensor:
-            back = values if refused else _return_rows(exchange, plan, values)
-            return scatter_rows(back, routes, tokens * top_k)
-
+        going = [rows for rows in (grads.dx_rows, grads.ds_rows) if rows is not None]
+        if not refused:
+            going = _send_back(group, exchange, op, plan, going)
+        home = [scatter_rows(rows, routes if not refused else routes[:0], tokens * top_k) for rows in going]
+        dtopk_weights = home.pop().view(tokens, top_k) if grads.ds_rows is not None else None
+        dx = None
         if grads.dx_rows is not None:
-            dx = combine(push(grads.dx_rows).view(tokens, top_k, dy.shape[1]), None, None, dy.dtype)
-        if grads.ds_rows is not None:
-            dtopk_weights = push(grads.ds_rows).view(tokens, top_k)
+            dx = combine(home.pop().view(tokens, top_k, dy.shape[1]), None, None, dy.dtype)
         if refused:
             fill_nan(dx, dtopk_weights, grads, accumulate)
         return dx, dtopk_weights, grads
@@ -228,16 +219,14 @@ def _decide_forward(group: Group, op: str, payloads: list[dict[str, Any]]) -> in
     return agree(group, op, payloads)
 
 
-def _return_rows(exchange: Collective, plan: RowPlan, rows: Tensor) -> Tensor:
-    """Sends rows in expert order back to where they came from, in the order their owner sent them."""
-    arrived = torch.empty_like(rows)
-    arrived.index_copy_(0, plan.row_order.to(rows.device).long(), rows)
-    return exchange.all_to_all("combine", arrived, plan.receive, plan.send)
-
-
-def _send_back(group: Group, exchange: Collective, op: str, plan: RowPlan, rows: Tensor) -> Tensor:
+def _send_back(group: Group, exchange: Collective, op: str, plan: RowPlan, kinds: list[Tensor]) -> list[Tensor]:
+    """Sends rows in expert order back to where they came from; they arrive in the order their owner sent them."""
+    if not kinds:
+        return []
+    order = plan.row_order.to(kinds[0].device).long()
+    going = [torch.empty_like(rows).index_copy_(0, order, rows) for rows in kinds]
     group.gate(op, "combine", {})
-    return _return_rows(exchange, plan, rows)
+    return [exchange.all_to_all("combine", rows, plan.receive, plan.send) for rows in going]
 
 
 def _saved_plan(plan: RowPlan, route_order: Tensor, capacity: int, device: torch.device) -> GroupPlan:

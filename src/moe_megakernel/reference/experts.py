@@ -46,6 +46,10 @@ class Needs(NamedTuple):
         """Whether backward reads x when h was saved."""
         return self.w_gate_up
 
+    def names(self) -> list[str]:
+        """Names of the inputs whose gradients are asked for."""
+        return [name for name, need in self._asdict().items() if need]
+
     @property
     def rows(self) -> bool:
         """Whether rows or per-row values travel back to the tokens."""

@@ -40,6 +40,7 @@ def run(config: TrainConfig) -> None:
         ArgumentError: an option cannot work, or contradicts the checkpoint to resume from.
         TrainError: a rank failed; all others have been ended.
     """
+    begun = time.time()
     check_config(config)
     _check_device(config)
     corpus = load_corpus(config.text, config.seq)
@@ -50,7 +51,7 @@ def run(config: TrainConfig) -> None:
         _set_aside(out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="moe-train-") as scratch:
-        _run_ranks(config, Path(scratch))
+        _run_ranks(config, begun, Path(scratch))
 
 
 def _check_device(config: TrainConfig) -> None:
@@ -86,19 +87,19 @@ def _set_aside(out: Path) -> None:
         print(f"train: a new run starts; the checkpoints of the earlier one are kept in {previous}", flush=True)
 
 
-def _run_ranks(config: TrainConfig, scratch: Path) -> None:
+def _run_ranks(config: TrainConfig, begun: float, scratch: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(minutes=5), wait_for_workers=False)
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(config.ranks):
-            workers.append(_start(config, rank, store.port, scratch))
+            workers.append(_start(config, begun, rank, store.port, scratch))
         _watch(workers, scratch)
     finally:
         for worker in workers:
             _end(worker)
 
 
-def _start(config: TrainConfig, rank: int, port: int, scratch: Path) -> subprocess.Popen[bytes]:
+def _start(config: TrainConfig, begun: float, rank: int, port: int, scratch: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
     if config.device == "cuda":
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
@@ -112,7 +113,7 @@ def _start(config: TrainConfig, rank: int, port: int, scratch: Path) -> subproce
         env=environment,
         start_new_session=True,
     )
-    order = {"config": config.to_json(), "rank": rank, "port": port, "scratch": str(scratch)}
+    order = {"config": config.to_json(), "begun": begun, "rank": rank, "port": port, "scratch": str(scratch)}
     assert worker.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died at once: _watch reports it
         worker.stdin.write(json.dumps(order).encode() + b"\n")

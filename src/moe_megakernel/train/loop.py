@@ -30,9 +30,12 @@ from .report import Progress, write_report
 NUM_EVALUATIONS = 6
 
 
-def train(config: TrainConfig, rank: int, group: dist.ProcessGroup | None) -> None:
-    """One rank's whole run. Rank 0 shows progress and writes summary.json and curves.png into `config.out`."""
-    begun = time.perf_counter()
+def train(config: TrainConfig, rank: int, group: dist.ProcessGroup | None, begun: float | None = None) -> None:
+    """One rank's whole run. Rank 0 shows progress and writes summary.json and curves.png into `config.out`.
+
+    `begun` is when the parent started, by `time.time()`, so that the reported seconds are those the user waited.
+    """
+    begun = time.time() if begun is None else begun
     _make_deterministic(config)
     trainer = Trainer(config, rank, group)
     history = trainer.resume() if config.resume else new_history()
@@ -51,7 +54,7 @@ def train(config: TrainConfig, rank: int, group: dist.ProcessGroup | None) -> No
             if (step + 1) % every == 0 or step + 1 == config.steps:
                 trainer.save(step + 1, history)
     if rank == 0:
-        seconds = time.perf_counter() - begun
+        seconds = time.time() - begun
         write_report(config, history, loads, trainer.order0, seconds, progress.tokens_per_second())
 
 

@@ -87,7 +87,6 @@ class ByteTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=config.hidden**-0.5)
-        nn.init.zeros_(self.head.weight)  # the first guess: all bytes alike, 8 bits
 
     def forward(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
         x_BSH = self.embedding(inputs_BS)

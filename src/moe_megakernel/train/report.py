@@ -118,7 +118,8 @@ def write_report(
     Args:
         loads: [layers, E] routes by expert over the held-out text.
         order0: entropy of the held-out bytes without context, bits per byte.
-        seconds: wall time of this process, compilation included (of the continuation only, if resumed).
+        seconds: wall time of the run, start of the processes and compilation included (of the continuation only, if
+            resumed).
         tokens_per_second: of all ranks.
     """
     out = Path(config.out)

@@ -29,7 +29,7 @@ def main() -> int:
     rank, scratch = order["rank"], Path(order["scratch"])
     try:
         config = TrainConfig.from_json(order["config"])
-        train(config, rank, _join(config, rank, order["port"]))
+        train(config, rank, _join(config, rank, order["port"]), order["begun"])
     except Exception as error:
         note = {
             "time": time.time(),
