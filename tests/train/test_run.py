@@ -45,7 +45,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(tiny, finished, history_of)
 
 def test_loss_falls(tiny, finished, history_of):
     history = history_of(finished(1), tiny.steps)
-    assert history["held_out"][0][1] == pytest.approx(8.0, abs=0.1), "untrained, every byte is equally likely"
+    assert 7.5 < history["held_out"][0][1] < 9.5, "untrained: near the 8 bits of equal chances"
     assert history["held_out"][-1][1] < history["held_out"][0][1] - 0.2
 
 
@@ -107,14 +107,13 @@ def test_other_dtypes_train(run, tiny, finished, history_of, tmp_path, dtype):
 
 
 @pytest.mark.slow
-def test_compiled_run_equals_eager_and_resumes_exactly(
-    run, resume_from, tiny, finished, history_of, tmp_path, monkeypatch
-):
+def test_compiled_run_equals_eager_and_resumes_exactly(run, resume_from, tiny, history_of, tmp_path, monkeypatch):
     # A fresh cache: compile caches do not know of effects.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    config = replace(tiny, ranks=2, compile=True, out=str(tmp_path / "whole"))
+    config = replace(tiny, layers=1, ranks=2, compile=True, out=str(tmp_path / "whole"))
     run(config)
-    whole, eager = history_of(tmp_path / "whole", tiny.steps), history_of(finished(2), tiny.steps)
+    run(replace(config, ranks=1, compile=False, out=str(tmp_path / "eager")))
+    whole, eager = history_of(tmp_path / "whole", tiny.steps), history_of(tmp_path / "eager", tiny.steps)
     assert whole["loss"] == pytest.approx(eager["loss"], rel=1e-4)
     resume_from(3, config, tmp_path / "whole", tmp_path / "resumed")
     assert history_of(tmp_path / "resumed", tiny.steps) == whole
