@@ -69,13 +69,13 @@ def run_step(
 
     Args:
         inputs: values; left alone.
-        call: leaves -> y; by default the op.
+        call: (leaves, **options) -> y; by default the op.
         dy: gradient of y, by default `make_dy`.
         requires_grad: `name=False` freezes an input.
         options: of the op.
     """
     leaves = inputs.leaves(**(requires_grad or {}))
-    y = leaves.call(**options) if call is None else call(leaves)
+    y = (LayerInputs.call if call is None else call)(leaves, **options)
     y.backward(make_dy(y) if dy is None else dy)
     return {"y": y.detach(), **leaves.grads()}
 
