@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +19,9 @@ pytestmark = [
 TOKENS, EXPERTS, TOP_K = 37, 6, 3
 
 
-def _rank(rank: int, ranks: int, port: int, backend: str) -> None:
+def _rank(rank: int, ranks: int, store: str, backend: str) -> None:
     torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     moe_megakernel.set_timeout(60)
     name = dist.group.WORLD.group_name
     whole = make_inputs(random_routing(TOKENS, EXPERTS, TOP_K, zipf=1.0, drop=0.1), 72, 40, EXPERTS, bias=True)
@@ -65,8 +63,5 @@ def _rank(rank: int, ranks: int, port: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (4, "gloo"), (1, "nccl")])
-def test_ranks_on_one_gpu_give_the_bits_of_one_rank(ranks, backend):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(ranks, port, backend), nprocs=ranks)
+def test_ranks_on_one_gpu_give_the_bits_of_one_rank(ranks, backend, tmp_path):
+    mp.spawn(_rank, args=(ranks, str(tmp_path / "store"), backend), nprocs=ranks)
