@@ -167,6 +167,17 @@ def test_down(dtype: torch.dtype, bias: bool) -> None:
     assert_close(ds, torch.einsum("nh,nh->n", dy.double(), exact), PRODUCT[dtype] * 4)
 
 
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=name_of)
+def test_route_weight_grad_is_summed_in_the_tree(dtype: torch.dtype) -> None:
+    """Bits that depend on nothing but the row: <da, a> and <dy, bias>, each folded in the fixed tree."""
+    compute = compute_dtype(dtype)
+    da, a = normal(5, 300, dtype=compute), normal(5, 300, dtype=dtype, seed=1)
+    dy, bias = normal(5, 200, dtype=dtype, seed=2), normal(200, dtype=dtype, seed=3)
+    expected = tree_sum(da * a.to(compute))
+    assert_equal_bits(route_weight_grad(da, a, dy, None), expected)
+    assert_equal_bits(route_weight_grad(da, a, dy, bias), expected + tree_sum(dy.to(compute) * bias.to(compute)))
+
+
 def test_biases_are_added_before_the_rounding() -> None:
     """256 + 1 + 1 is 258; rounded to bfloat16 before the bias is added it would stay 256."""
     x = torch.tensor([[256.0, 1.0]], dtype=torch.bfloat16)
