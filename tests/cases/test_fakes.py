@@ -89,6 +89,16 @@ def test_a18_dispatch_gemm_combine(probe: Probe, asked: bool) -> None:
     )
 
 
+def test_a18_main_grads() -> None:
+    i = make_inputs(random_routing(6, E, K), 10, 6, dtype=torch.bfloat16)
+    for gate_up, down in ((i.w_gate_up, None), (None, i.w_down), (i.w_gate_up, i.w_down)):
+        main = [None if w is None else torch.zeros(w.shape) for w in (gate_up, down)]
+        args = (i.x, i.topk_idx, i.topk_weights, i.w_gate_up, i.w_down, None, None)
+        torch.library.opcheck(
+            torch.ops.moe.dispatch_gemm_combine.default, (*with_grad(args, True), *main), {"num_experts": E}
+        )
+
+
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)
 @pytest.mark.parametrize("asked", [False, True], ids=["no grad", "grad"])
 def test_a18_layer_forward(probe: Probe, asked: bool) -> None:
