@@ -52,7 +52,7 @@ class TrainConfig:
     dtype: str = "float32"
     backend: str = "auto"
     compile: bool = True
-    steps: int = 200
+    steps: int = 160
     batch: int = 16
     seq: int = 128
     layers: int = 3

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from moe_megakernel.backends import available_backends
 
@@ -97,6 +98,7 @@ def _run_ranks(config: TrainConfig, begun: float, scratch: Path) -> None:
     finally:
         for worker in workers:
             _end(worker)
+        Console().show_cursor()  # rank 0 hid it for its bar and may not have come to showing it again
 
 
 def _start(config: TrainConfig, begun: float, rank: int, port: int, scratch: Path) -> subprocess.Popen[bytes]:
@@ -105,14 +107,15 @@ def _start(config: TrainConfig, begun: float, rank: int, port: int, scratch: Pat
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     if sys.platform.startswith("linux"):  # the ranks are on one host: gloo need not resolve its name
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "moe_megakernel.train.worker"],
-        stdin=subprocess.PIPE,
-        stdout=None if rank == 0 else subprocess.DEVNULL,
-        stderr=(scratch / f"stderr-{rank}").open("wb"),
-        env=environment,
-        start_new_session=True,
-    )
+    with (scratch / f"stderr-{rank}").open("wb") as errors:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "moe_megakernel.train.worker"],
+            stdin=subprocess.PIPE,
+            stdout=None if rank == 0 else subprocess.DEVNULL,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
     order = {"config": config.to_json(), "begun": begun, "rank": rank, "port": port, "scratch": str(scratch)}
     assert worker.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it died at once: _watch reports it

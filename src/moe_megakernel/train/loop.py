@@ -27,7 +27,7 @@ from .optimize import clip_gradients, learning_rate, make_optimizer, sum_over_ra
 from .report import Progress, write_report
 
 # Evaluations of the held-out text over a run, the last step included; the start adds one.
-NUM_EVALUATIONS = 6
+NUM_EVALUATIONS = 5
 
 
 def train(config: TrainConfig, rank: int, group: dist.ProcessGroup | None, begun: float | None = None) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_megakernel.module import MoE
+from moe_megakernel import MoE
 
 from .config import TrainConfig
 from .data import IGNORED_TARGET
