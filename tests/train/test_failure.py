@@ -50,6 +50,7 @@ def long_run(words_file, tmp_path):
         + ["--steps", "1000000", "--checkpoint-every", "1", *sizes],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent leaves its scratch folder
         text=True,
     )
     try:
