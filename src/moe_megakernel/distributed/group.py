@@ -209,24 +209,46 @@ class Group:
                 rank: a collective was left unfinished on some rank, and only a new process group helps.
         """
         with self._lock:
-            before = (self._epoch, self._gates, self._failure)
-            self._epoch, self._gates, self._failure = self._epoch + 1, 0, None
-            arrival = self._key(0, self.rank)
             try:
-                broken = [
-                    r for r, p in enumerate(self.gate("rebuild", "route", {"broken": self._broken})) if p["broken"]
-                ]
-                if broken:
-                    self._fail(
-                        "rebuild", "route", f"a collective was left unfinished on {_ranks_text(broken)}: make a new one"
-                    )
-            except GroupError:
-                with contextlib.suppress(Exception):
-                    self._store.delete_key(arrival)
-                    self._store.delete_key(self._key("failure"))
-                self._epoch, self._gates, self._failure = before
+                self._epoch, broken = self._agree_on_epoch()
+            except MoEError:
                 raise
+            except Exception as error:
+                raise GroupError(f"rebuild: route: group {self.name}: the group's store failed ({error})") from error
+            self._gates, self._failure = 0, None
             self.max_tokens = self.row_capacity = None
+            if broken:
+                self._failure = f"rebuild: route: a collective was left unfinished on {_ranks_text(broken)}"
+                raise GroupError(f"{self._failure}; make a new process group instead of {self.name}")
+
+    def _agree_on_epoch(self) -> tuple[int, list[int]]:
+        """Meets the other ranks for a new epoch; returns it and the ranks whose process group is broken.
+
+        A rank asks for an epoch that nobody has asked for yet, and those that wait follow the highest. Requests are
+        never withdrawn: one of a rank that gave up is passed over by the next one that comes. So it does not matter how
+        often each rank has tried.
+        """
+        timeout = get_timeout()
+        keys = [f"moe/{self.name}/{self._life}/rebuild/{r}" for r in range(self.ranks)]
+
+        def requests() -> dict[int, tuple[int, bool]]:
+            return {r: json.loads(self._store.get(k)) for r, k in enumerate(keys) if self._store.check([k])}
+
+        deadline = time.monotonic() + timeout
+        wanted = 1 + max(self._epoch, *(epoch for epoch, _ in requests().values()), 0)
+        while True:
+            self._store.set(keys[self.rank], json.dumps((wanted, self._broken)))
+            found = requests()
+            highest = max(epoch for epoch, _ in found.values())
+            missing = [r for r in range(self.ranks) if r not in found or found[r][0] < highest]
+            if not missing:
+                return wanted, [r for r, (_, broken) in found.items() if broken]
+            if highest == wanted:
+                if time.monotonic() >= deadline:
+                    who = _ranks_text(missing)
+                    raise GroupError(f"rebuild: route: group {self.name}: {who} did not arrive within {timeout:g} s")
+                time.sleep(_POLL)
+            wanted = highest
 
 
 def _ranks_text(ranks: list[int]) -> str:
