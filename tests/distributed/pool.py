@@ -14,18 +14,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.worker import Call
 
 ROOT = Path(__file__).parents[2]
-#: Seconds: to import torch and join the world, to run one call, to end once told to.
-START_LIMIT, CALL_LIMIT, EXIT_LIMIT = 120.0, 150.0, 20.0
+#: Seconds: to import torch and join the world, to run a call, for the others once one has failed, to end once told to.
+START_LIMIT, CALL_LIMIT, GRACE, EXIT_LIMIT = 120.0, 150.0, 60.0, 20.0
 #: What a rank that was killed answers.
 KILLED = "killed"
+
+
+def _python_path() -> str:
+    """The repository first, for the tests' own modules, then what the caller has."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 class Pool:
@@ -39,7 +44,7 @@ class Pool:
 
     def __init__(self, ranks: int, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
         self.ranks = ranks
-        self._environment = {**os.environ, **(environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._environment = {**os.environ, **(environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
         self._folder = folder
         self._workers: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
@@ -60,7 +65,7 @@ class Pool:
         answers = self.run_with_deaths(function, *args, world=world, limit=limit)
         if KILLED in answers:
             self.close()
-            raise AssertionError(f"expected an answer of every rank, got {answers}{self._tails()}")
+            raise AssertionError(f"expected an answer of every rank, got {answers}{self._tail(answers.index(KILLED))}")
         return answers
 
     def run_with_deaths(
@@ -92,9 +97,9 @@ class Pool:
             try:
                 worker.wait(max(0.1, begin + EXIT_LIMIT - time.monotonic()))
             except subprocess.TimeoutExpired:
-                stacks = self._stacks([rank])
+                stack = self._stacks([rank])[rank]
                 self.close()
-                raise AssertionError(f"rank {rank}: expected to end within {EXIT_LIMIT} s{stacks}") from None
+                raise AssertionError(f"rank {rank}: expected to end within {EXIT_LIMIT:g} s{stack}") from None
             seconds.append(time.monotonic() - begin)
         self.close()
         return seconds
@@ -122,57 +127,55 @@ class Pool:
             self._links.append(ours)
             ours.send_bytes(pickle.dumps((rank, self.ranks, None if self._folder is None else str(self._folder))))
         if self._folder is None:
-            port = self._receive(0, time.monotonic() + START_LIMIT)
+            assert self._links[0].poll(START_LIMIT), f"rank 0 did not start{self._tail(0)}"
+            kind, port = self._receive(0)
+            assert kind == "port", port
             for link in self._links[1:]:
                 link.send_bytes(pickle.dumps(port))
 
     def _collect(self, limit: float) -> list:
         deadline = time.monotonic() + START_LIMIT + limit
-        answers: list[Any] = []
-        errors: dict[int, str] = {}
-        for rank in range(self.ranks):
-            kind, value = self._receive(rank, deadline)
-            answers.append(value if kind == "result" else KILLED)
-            if kind == "error":
-                errors[rank] = value
-                # The others may now wait for this rank in vain: give them time to say what they saw, no more.
-                deadline = min(deadline, time.monotonic() + 60)
-        if errors:
-            text = "".join(f"\n--- rank {rank} raised\n{trace}" for rank, trace in errors.items())
+        answers: list[Any] = [KILLED] * self.ranks
+        failures: dict[int, str] = {}
+        waiting = set(range(self.ranks))
+        while waiting and time.monotonic() < deadline:
+            links = {self._links[r]: r for r in waiting}
+            for link in wait(list(links), max(0.0, deadline - time.monotonic())):
+                rank = links[link]
+                waiting.remove(rank)
+                kind, value = self._receive(rank)
+                if kind == "result":
+                    answers[rank] = value
+                elif kind != KILLED:
+                    failures[rank] = value
+                    # The others may now wait for this rank in vain: give them time to say what they saw, no more.
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        failures |= {rank: f"no answer in time{stack}" for rank, stack in self._stacks(waiting).items()}
+        if failures:
             self.close()
-            raise AssertionError(f"ranks {sorted(errors)} raised{text}")
+            text = "".join(f"\n--- rank {rank}: {trace}" for rank, trace in sorted(failures.items()))
+            raise AssertionError(f"ranks {sorted(failures)} failed{text}")
         return answers
 
-    def _receive(self, rank: int, deadline: float) -> Any:
-        link, worker = self._links[rank], self._workers[rank]
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        """The next message of a rank: a pair of "result" or "error" and a value, or what its death looks like."""
         with contextlib.suppress(EOFError, ConnectionResetError):
-            if link.poll(max(0.0, deadline - time.monotonic())):
-                return pickle.loads(link.recv_bytes())
-            stuck = [r for r in range(rank, self.ranks) if not self._links[r].poll()]
-            stacks = self._stacks(stuck)
-            self.close()
-            raise AssertionError(f"ranks {stuck} did not answer in time{stacks}")
-        code = worker.wait()
-        if code == -signal.SIGKILL:
-            return KILLED, None
-        tail = self._tail(rank)
-        self.close()
-        raise AssertionError(f"rank {rank}: expected an answer, got exit code {code}{tail}")
+            return pickle.loads(self._links[rank].recv_bytes())
+        code = self._workers[rank].wait()
+        return (KILLED, None) if code == -signal.SIGKILL else ("error", f"ended with code {code}{self._tail(rank)}")
 
     # -- what the processes wrote -------------------------------------------------------------------------------------
 
-    def _stacks(self, ranks: list[int]) -> str:
-        """Makes the processes write their stacks, and returns the ends of their logs."""
-        for rank in ranks:
-            if self._workers[rank].poll() is None:
-                self._workers[rank].send_signal(signal.SIGUSR1)
-        time.sleep(1)
-        return "".join(self._tail(rank) for rank in ranks)
+    def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Makes processes write their stacks, and returns the ends of their logs by rank."""
+        alive = [rank for rank in ranks if self._workers[rank].poll() is None]
+        for rank in alive:
+            self._workers[rank].send_signal(signal.SIGUSR1)
+        if alive:
+            time.sleep(1)
+        return {rank: self._tail(rank) for rank in ranks}
 
     def _tail(self, rank: int) -> str:
         log = self._logs[rank]
         log.seek(0)
         return f"\n--- end of the log of rank {rank}\n{log.read().decode(errors='replace')[-4000:]}"
-
-    def _tails(self) -> str:
-        return "".join(self._tail(rank) for rank in range(self.ranks))

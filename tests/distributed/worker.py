@@ -70,7 +70,7 @@ def _join(link: Connection, rank: int, ranks: int, folder: str | None) -> None:
         store = dist.FileStore(os.path.join(folder, "store"), ranks)
     elif rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, ranks, True, limit, wait_for_workers=False)
-        _send(link, store.port)
+        _send(link, ("port", store.port))
     else:
         store = dist.TCPStore("127.0.0.1", _receive(link), ranks, False, limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
