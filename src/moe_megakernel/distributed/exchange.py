@@ -105,6 +105,9 @@ class Collective:
             raise
         except Exception as error:
             self._group.transport_failed(self._op, phase, error)
+        except BaseException:  # an interrupt leaves the collective in flight
+            self._group.broken = True
+            raise
 
     def all_gather(self, phase: str, tensor: Tensor) -> Tensor:
         """[...] on every rank -> [W, ...] on CPU."""

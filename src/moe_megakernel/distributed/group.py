@@ -45,8 +45,8 @@ class Group:
         self._epoch = 0
         self._gates = 0
         self._failure: str | None = None
-        # A collective was left in flight: the process group cannot be used again, the store can.
-        self._broken = False
+        #: A collective was left in flight: the process group cannot be used again, the store can.
+        self.broken = False
         self._lock = threading.Lock()
 
     @property
@@ -162,7 +162,7 @@ class Group:
     def transport_failed(self, op: str, phase: str, error: Exception) -> NoReturn:
         """A collective raised: finds out which ranks still live, and raises `GroupError` naming the others."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self._broken = True
+        self.broken = True
         try:
             self._store.set(self._key("roll", self.rank), "here")
             self._store.set(self._key("suspect"), text)
@@ -183,7 +183,7 @@ class Group:
         if self._store.check([self._key("failure")]):
             report = self._store.get(self._key("failure")).decode()
             self._failure = report
-            self._broken = self._broken or in_collective
+            self.broken = self.broken or in_collective
             raise GroupError(f"{op}: {phase}: group {self.name} failed: {report}")
         if self._store.check([self._key("suspect")]):
             self._store.set(self._key("roll", self.rank), "here")
@@ -237,7 +237,7 @@ class Group:
         deadline = time.monotonic() + timeout
         wanted = 1 + max(self._epoch, *(epoch for epoch, _ in requests().values()), 0)
         while True:
-            self._store.set(keys[self.rank], json.dumps((wanted, self._broken)))
+            self._store.set(keys[self.rank], json.dumps((wanted, self.broken)))
             found = requests()
             highest = max(epoch for epoch, _ in found.values())
             missing = [r for r in range(self.ranks) if r not in found or found[r][0] < highest]
