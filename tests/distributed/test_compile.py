@@ -82,17 +82,17 @@ def check_calls(rank: Rank, backend: str, dynamic: bool | None, splits: list[lis
     """Equal calls, unused calls, a rank without tokens: every one of them takes place, on every rank."""
     reserve_all(rank, [max(max(s) for s in splits)] * rank.ranks, TOP_K)
     call = compiled(unused_and_equal, rank.name, backend, dynamic)
-    group = get_group(rank.name)
     for seed, tokens in enumerate(splits):
         whole = make(sum(tokens), seed)
-        before = group._gates
-        actual = group_step(rank, whole, tokens, call=call)
-        assert group._gates - before == 4 * FORWARD_GATES + 2 * BACKWARD_GATES
-        before = group._gates
-        wanted = group_step(rank, whole, tokens, call=eager(unused_and_equal))
-        assert group._gates - before == 4 * FORWARD_GATES + 2 * BACKWARD_GATES
-        for name, tensor in actual.items():
-            assert_equal_bits(tensor, wanted[name], name)
+        results = []
+        for way in (call, eager(unused_and_equal)):
+            before = get_group(rank.name)._gates
+            results.append(group_step(rank, whole, tokens, call=way))
+            gates = get_group(rank.name)._gates - before
+            expected = 4 * FORWARD_GATES + 2 * BACKWARD_GATES
+            assert gates == expected, f"expected {expected} gates with {tokens} tokens, got {gates}"
+        for name, tensor in results[0].items():
+            assert_equal_bits(tensor, results[1][name], name)
 
 
 @pytest.mark.parametrize(

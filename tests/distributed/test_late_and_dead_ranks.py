@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from tests.steps import run_step
 
 import moe_megakernel
 from moe_megakernel import GroupError
-from moe_megakernel.distributed import layer
+from moe_megakernel.distributed import exchange, layer
 from moe_megakernel.distributed.exchange import Collective
 from moe_megakernel.testing import make_inputs, random_routing
 
@@ -225,6 +226,37 @@ def test_a25c_raises_inside_the_call(some_ranks, where):
 @pytest.mark.parametrize("where", ["gather", "dispatch", "experts"])
 def test_a25c_raises_inside_the_call_of_four(some_ranks, where):
     some_ranks(4).run(check_raises_inside, where)
+
+
+def check_interrupt(rank: Rank) -> None:
+    """Ctrl-C on rank 0 while it waits in a collective, into which rank 1 is never let."""
+    reserve_all(rank, [8, 8], 2)
+    step(rank)
+    share = share_of(rank.rank, [8, 8], 6).inputs(make(2))
+    module, name = (exchange.time, "sleep") if rank.rank == 0 else (layer, "plan_rows")
+    kept = getattr(module, name)
+
+    def interrupt(*args: Any) -> None:
+        if sys._getframe(1).f_code.co_name == "_run":
+            raise KeyboardInterrupt
+        kept(*args)
+
+    def trouble(*args: Any) -> None:
+        kept_sleep(2)  # longer than rank 0 looks at a collective without a pause
+        raise Trouble("no luck today")
+
+    kept_sleep = time.sleep
+    setattr(module, name, interrupt if rank.rank == 0 else trouble)
+    try:
+        with pytest.raises(KeyboardInterrupt if rank.rank == 0 else Trouble):
+            run_step(share, group_name=rank.name)
+    finally:
+        setattr(module, name, kept)
+    expect_failure(lambda: moe_megakernel.rebuild(rank.group), "a collective was left unfinished on rank 0", SLACK)
+
+
+def test_a25_an_interrupt_leaves_a_collective_unfinished(some_ranks):
+    some_ranks(2).run(check_interrupt)
 
 
 def check_rebuild_is_repeated(rank: Rank) -> None:
