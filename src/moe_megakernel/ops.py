@@ -48,9 +48,12 @@ def _settle(inputs: Inputs, group_name: str) -> Inputs:
     for name in ("x", "topk_idx", "topk_weights", "main_grad_gate_up", "main_grad_down"):
         refuse_dtensor(name, getattr(inputs, name))
     settled: dict[str, Any] = {"x": _autocast(inputs.x)}
+    main_grads = {"w_gate_up": inputs.main_grad_gate_up, "w_down": inputs.main_grad_down}
     for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down"):
         tensor = getattr(inputs, name)
-        settled[name] = None if tensor is None else _autocast(local_weight(name, tensor, group_name))
+        if tensor is not None:
+            tensor = _autocast(local_weight(name, tensor, group_name, main_grads.get(name) is not None))
+        settled[name] = tensor
     return inputs._replace(**settled)
 
 

@@ -16,7 +16,7 @@ def is_dtensor(tensor: Tensor | None) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_weight(name: str, tensor: Tensor, group_name: str) -> Tensor:
+def local_weight(name: str, tensor: Tensor, group_name: str, has_main_grad: bool = False) -> Tensor:
     """The local shard of an expert weight; differentiable, its gradient is a DTensor of the same placement.
 
     Args:
@@ -45,7 +45,8 @@ def local_weight(name: str, tensor: Tensor, group_name: str) -> Tensor:
         raise ValueError(
             f"{OP}: {name}: expected a DTensor on the expert group {group_name!r}, got one on {mesh_group!r}; {advice}"
         )
-    return tensor.to_local()  # type: ignore[attr-defined]
+    local = tensor.to_local()  # type: ignore[attr-defined]
+    return local.detach().requires_grad_(tensor.requires_grad) if has_main_grad else local
 
 
 def refuse_dtensor(name: str, tensor: Tensor | None) -> None:
