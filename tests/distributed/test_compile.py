@@ -101,13 +101,14 @@ def check_calls(rank: Rank, backend: str, dynamic: bool | None, splits: list[lis
         ("aot_eager", False, [[5, 0], [0, 9]]),
         ("aot_eager", True, [[5, 8], [0, 9], [16, 4], [7, 0], [3, 3]]),
         ("inductor", False, [[5, 0]]),
-        ("inductor", True, [[5, 8], [0, 9], [7, 2]]),
+        pytest.param("inductor", True, [[5, 8], [0, 9], [7, 2]], marks=pytest.mark.slow),
     ],
 )
 def test_no_call_is_merged_or_dropped(some_ranks, backend, dynamic, splits):
     some_ranks(2).run(check_calls, backend, dynamic, splits)
 
 
+@pytest.mark.slow
 def test_no_call_is_merged_or_dropped_on_four_ranks(some_ranks):
     some_ranks(4).run(check_calls, "aot_eager", True, [[5, 0, 3, 8], [4, 4, 0, 0]])
 
@@ -300,5 +301,6 @@ def check_two_layers(rank: Rank) -> None:
             assert error < 2e-2, f"{name}: {error:.2e}"
 
 
+@pytest.mark.slow
 def test_a_train_step_of_two_layers(some_ranks):
     some_ranks(2).run(check_two_layers)

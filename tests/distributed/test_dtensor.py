@@ -45,6 +45,51 @@ def check_shards(rank: Rank) -> None:
     assert_equal_bits(mine.x.grad, expected["x"], "x")
 
 
+def check_compiled_and_main_grads(rank: Rank) -> None:
+    """Compiled as in eager; with a main gradient the weight gets none and the buffer what the local shard would add."""
+    reserve_all(rank, TOKENS, 2)
+    whole = make()
+    mesh = DeviceMesh.from_group(rank.group, "cpu")
+    expected = check_group(rank, whole, TOKENS)
+    share = share_of(rank.rank, TOKENS, 4)
+    dy = make_dy(whole.x)[share.tokens]
+
+    def shards() -> dict[str, DTensor]:
+        return {n: distribute_tensor(getattr(whole, n), mesh, [Shard(0)]).requires_grad_() for n in WEIGHTS}
+
+    def layer(x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down):
+        return torch.ops.moe.dispatch_gemm_combine(
+            x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, num_experts=4, group_name=rank.name
+        )
+
+    torch.compiler.reset()
+    mine, sharded = share.inputs(whole).leaves(), shards()
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(
+        mine.x, mine.topk_idx, mine.topk_weights, *sharded.values()
+    )
+    y.backward(dy)
+    assert_equal_bits(y, expected["y"], "y")
+    for name, weight in sharded.items():
+        assert_equal_bits(weight.grad.to_local(), expected[name], name)
+
+    plain = {n: torch.ones(share.of(n, getattr(whole, n)).shape) for n in ("w_gate_up", "w_down")}
+    group_step(rank, whole, TOKENS, **{f"main_grad_{n[2:]}": buffer for n, buffer in plain.items()})
+    buffers = {n: torch.ones_like(buffer) for n, buffer in plain.items()}
+    mine, sharded = share.inputs(whole).leaves(), shards()
+    y = replace(mine, **sharded).call(
+        group_name=rank.name, **{f"main_grad_{n[2:]}": buffer for n, buffer in buffers.items()}
+    )
+    y.backward(dy)
+    for name, buffer in buffers.items():
+        assert sharded[name].grad is None, name
+        assert_equal_bits(buffer, plain[name], name)
+    assert_equal_bits(sharded["bias_down"].grad.to_local(), expected["bias_down"], "bias_down")
+
+
+def test_compiled_shards_and_main_grads(some_ranks):
+    some_ranks(2).run(check_compiled_and_main_grads)
+
+
 def check_refused(rank: Rank) -> None:
     reserve_all(rank, TOKENS, 2)
     whole = make()

