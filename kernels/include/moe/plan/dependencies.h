@@ -1,0 +1,207 @@
+// Which counters a task awaits and raises, with indices and targets. Fifth step of the plan: device roles, the checker
+// of logs and the explorer all walk tasks through these functions, so that the protocol is written down once. A change
+// of protocol is a change here and in edges.h.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/host_device.h"
+#include "moe/plan/edges.h"
+#include "moe/plan/problem.h"
+#include "moe/plan/tasks.h"
+#include "moe/plan/tiles.h"
+
+namespace moe {
+
+// One launch's plan, as views of its tables.
+struct Plan {
+  Problem problem;
+  Tiling tiling;
+  Schedule schedule;
+  Direction direction;
+  GradNeeds needs;  // backward only
+  TileTables tables;
+  TileCounts counts;
+  const Task* tasks;  // the compute stream
+  std::int64_t num_tasks;
+  std::int64_t tokens;      // T of this rank
+  std::int64_t generation;  // of this launch; flags carry it
+
+  MOE_HOST_DEVICE std::int64_t pull_sources() const { return moe::pull_sources(direction, needs); }
+  MOE_HOST_DEVICE std::int64_t num_pieces() const { return pull_sources() * counts.tiles * pieces_of_tile(tiling); }
+  MOE_HOST_DEVICE std::int64_t num_pull_tickets() const {
+    return num_pieces() + combine_tasks(direction, needs, tokens, tiling);
+  }
+  MOE_HOST_DEVICE PullTicket pull_task(std::int64_t ticket) const {
+    return pull_ticket(ticket, counts.tiles, pull_sources(), tiling);
+  }
+  MOE_HOST_DEVICE std::int64_t columns(TaskKind kind) const { return column_tiles(kind, problem, tiling); }
+  MOE_HOST_DEVICE BlockWork work(const Task& task, std::int64_t block) const {
+    return work_of_block(task, block, columns(task.kind));
+  }
+};
+
+// What the role sees: `index` into the counter's array, `target` the value from which it may go on.
+struct Wait {
+  Counter counter;
+  std::int64_t index;
+  std::int64_t target;
+};
+
+// Adds `amount` to counters; sets flags of rank `index` to `amount`, the generation.
+struct Raise {
+  Counter counter;
+  std::int64_t index;
+  std::int64_t amount;
+};
+
+template <typename Item, int kCapacity>
+struct SmallList {
+  Item items[kCapacity];
+  std::int64_t size = 0;
+
+  MOE_HOST_DEVICE void add(const Item& item) { items[size++] = item; }
+};
+using Waits = SmallList<Wait, 4>;
+using Raises = SmallList<Raise, 4>;
+
+MOE_HOST_DEVICE inline std::int64_t expert_tiles(const Plan& plan, std::int64_t expert) {
+  return plan.tables.expert_tiles[expert + 1] - plan.tables.expert_tiles[expert];
+}
+MOE_HOST_DEVICE inline std::int64_t expert_pieces(const Plan& plan, std::int64_t expert) {
+  return plan.tables.expert_pieces[expert + 1] - plan.tables.expert_pieces[expert];
+}
+
+// Raises of kPulled in this launch: every filled piece of every source.
+MOE_HOST_DEVICE inline std::int64_t total_pieces(const Plan& plan) {
+  return plan.tables.expert_pieces[plan.problem.local_experts()] * plan.pull_sources();
+}
+
+// Raises of kStored in this launch: every column tile of rows that go home, and every tile's dS.
+MOE_HOST_DEVICE inline std::int64_t total_stored(const Plan& plan) {
+  const std::int64_t tiles = plan.counts.tiles;
+  if (plan.direction == Direction::kForward) return tiles * plan.columns(TaskKind::kDown);
+  return (plan.needs.x ? tiles * plan.columns(TaskKind::kGateUpDgrad) : 0) + (plan.needs.topk_weights ? tiles : 0);
+}
+
+// -- compute stream ---------------------------------------------------------------------------------------------------
+
+// Waits of one role for one block's part of a task, to be made in this order. All waits on kPlanReady happen once, when
+// a role starts.
+MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std::int64_t block, Role role) {
+  Waits waits;
+  const BlockWork work = plan.work(task, block);
+  const bool load = role == Role::kLoad;
+  switch (task.kind) {
+    case TaskKind::kGateUp:
+      // Both blocks load parts of a shared row tile, so a block without a column of its own waits as well.
+      if (load) waits.add({Counter::kXReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
+      if (!load && work.valid && work.tile >= plan.schedule.a_slots) {
+        waits.add({Counter::kARead, work.tile - plan.schedule.a_slots, plan.columns(TaskKind::kDown)});
+      }
+      break;
+    case TaskKind::kDown:
+      if (load) waits.add({Counter::kAReady, work.tile, plan.columns(TaskKind::kGateUp)});
+      break;
+    case TaskKind::kDownDgrad:
+      if (load) waits.add({Counter::kDyReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
+      break;
+    case TaskKind::kRouteGrad:
+      if (!load && work.valid) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
+      break;
+    case TaskKind::kGateUpDgrad:
+      if (load) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
+      break;
+    case TaskKind::kWgradDown:
+    case TaskKind::kWgradGateUp:
+      if (load) {
+        const std::int64_t tiles = expert_tiles(plan, task.expert);
+        waits.add({Counter::kExpertDh, task.expert, tiles * plan.columns(TaskKind::kDownDgrad)});
+        if (task.kind == TaskKind::kWgradGateUp) {
+          waits.add({Counter::kExpertX, task.expert, expert_pieces(plan, task.expert)});
+        }
+      }
+      break;
+    case TaskKind::kClose:
+      if (!load && work.valid) {
+        waits.add({Counter::kStored, 0, total_stored(plan)});
+        waits.add({Counter::kPulled, 0, total_pieces(plan)});
+      }
+      break;
+    default:
+      break;
+  }
+  return waits;
+}
+
+// Raises of one block's part of a task, by its compute role, after its loads and stores. kClose raises flags: see
+// flag_raises.
+MOE_HOST_DEVICE inline Raises task_raises(const Plan& plan, const Task& task, std::int64_t block) {
+  Raises raises;
+  const BlockWork work = plan.work(task, block);
+  if (!work.valid) return raises;
+  switch (task.kind) {
+    case TaskKind::kGateUp:
+      raises.add({Counter::kXRead, work.tile, 1});
+      raises.add({Counter::kAReady, work.tile, 1});
+      break;
+    case TaskKind::kDown:
+      raises.add({Counter::kARead, work.tile, 1});
+      raises.add({Counter::kStored, 0, 1});
+      break;
+    case TaskKind::kDownDgrad:
+      raises.add({Counter::kDhReady, work.tile, 1});
+      raises.add({Counter::kExpertDh, task.expert, 1});
+      break;
+    case TaskKind::kRouteGrad:
+    case TaskKind::kGateUpDgrad:
+      raises.add({Counter::kStored, 0, 1});
+      break;
+    default:
+      break;
+  }
+  return raises;
+}
+
+// -- pull stream ------------------------------------------------------------------------------------------------------
+
+// Waits before one piece is written: its ring slot must have been read by every column tile (forward; backward fills
+// whole buffers). A pulling warp must complete and raise all it has in flight before it makes a wait that is not yet
+// met.
+MOE_HOST_DEVICE inline Waits piece_waits(const Plan& plan, const PullTicket& pull) {
+  Waits waits;
+  if (plan.direction == Direction::kForward && pull.tile >= plan.schedule.x_slots) {
+    waits.add({Counter::kXRead, pull.tile - plan.schedule.x_slots, plan.columns(TaskKind::kGateUp)});
+  }
+  return waits;
+}
+
+MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& pull) {
+  Raises raises;
+  const RowTile& tile = plan.tables.tiles[pull.tile];
+  if (rows_of_piece(tile, pull.piece, plan.tiling) == 0) return raises;
+  if (plan.direction == Direction::kForward) {
+    raises.add({Counter::kXReady, pull.tile, 1});
+  } else if (pull.source == 0) {
+    raises.add({Counter::kDyReady, pull.tile, 1});
+  } else {
+    raises.add({Counter::kExpertX, tile.expert, 1});
+  }
+  raises.add({Counter::kPulled, 0, 1});
+  return raises;
+}
+
+// -- flags across ranks -----------------------------------------------------------------------------------------------
+
+// Flag waits of a task: kPlan waits for "ready" of every rank, kCombine and kDrain for "done" of every rank. i in [0,
+// W).
+MOE_HOST_DEVICE inline Wait flag_wait(const Plan& plan, TaskKind kind, std::int64_t i) {
+  return {kind == TaskKind::kPlan ? Counter::kPeerReady : Counter::kPeerDone, i, plan.generation};
+}
+
+// Flags that a task sets on rank i in [0, W), at the slot of this rank: kPlan "ready", kClose "done".
+MOE_HOST_DEVICE inline Raise flag_raise(const Plan& plan, TaskKind kind) {
+  return {kind == TaskKind::kPlan ? Counter::kPeerReady : Counter::kPeerDone, plan.problem.rank, plan.generation};
+}
+
+}  // namespace moe

@@ -1,0 +1,174 @@
+// The byte map of every workspace buffer. Owns offsets: host allocation, kernels, peers and tests all take them from
+// here. The shared region lies in memory that peers map (same offsets on every rank, from the agreed capacities); the
+// local one is this rank's.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/host_device.h"
+#include "moe/plan/dependencies.h"
+#include "moe/plan/edges.h"
+#include "moe/plan/problem.h"
+#include "moe/plan/rows.h"
+#include "moe/plan/tasks.h"
+
+namespace moe {
+
+enum class Region : std::int32_t {
+  // shared with peers
+  kFlagReady = 0,  // [W] int64 generation, plus the header that must agree
+  kHeader,         // [W] RankHeader: what each rank is about to do
+  kFlagDone,       // [W] int64 generation
+  kClassCounts,    // [E, 64] int32
+  kRouteOrder,     // [max_T * K] int32
+  kRouteWeights,   // [max_T * K] float32
+  kTokens,         // [max_T, H] x or dy
+  kTokensX,        // [max_T, H] x, in backward beside dy
+  kRows,           // [max_T * K, H] o or dx rows of this rank's tokens, stored by peers
+  kRouteGrads,     // [max_T * K] float32 dS of this rank's routes, stored by peers
+  // local
+  kTickets,         // 2 x int32, each in a cache line of its own: compute and pull stream
+  kCounters,        // see counter_offset
+  kAllClassCounts,  // [W, E, 64] int32, copies of the peers'
+  kExpertOffsets,   // [L + 1] int64
+  kRowSources,      // [row_capacity] RowSource
+  kRowTiles,        // [max_row_tiles] RowTile
+  kSegments,        // [max_row_tiles] Segment
+  kMinibatchEnds,   // [max_row_tiles] int32
+  kExpertTiles,     // 2 x [L + 1] int32: expert_tiles, expert_pieces
+  kTasks,           // [max_tasks] Task
+  kXRing,           // [x_slots, kRowTile, H] forward
+  kARing,           // [a_slots, kRowTile, I] forward
+  kDyRows,          // [max_row_tiles, kRowTile, H] backward
+  kXRows,           // [max_row_tiles, kRowTile, H] backward
+  kScaledA,         // [max_row_tiles, kRowTile, I] backward: s*a
+  kDh,              // [max_row_tiles, kRowTile, 2I] backward
+  kPartials,        // [max_row_tiles, kRowTile, ceil(I / 128)] float32 backward: dS partials
+};
+inline constexpr std::int64_t kNumRegions = 27;
+inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kTickets);
+inline constexpr std::int64_t kRegionAlignment =
+    256;  // bytes; TMA needs 128 for its swizzle atoms, a cache line pair is 256
+inline constexpr std::int64_t kPartialColumns = 128;  // columns of one dS partial sum
+
+// What a rank publishes with flag 1 and every other rank compares.
+struct RankHeader {
+  std::int64_t generation;
+  std::int64_t tokens;     // T
+  std::int32_t operation;  // direction, activation and options, hashed by the host
+  std::int32_t hidden;
+  std::int32_t top_k;
+  std::int32_t dtype;
+  std::int32_t grad_mask;
+  std::int32_t status;  // 0, or why this rank refuses the step
+};
+
+// int32 counters of one launch, one array after the other, zeroed by the plan task before anything waits for them.
+MOE_HOST_DEVICE constexpr std::int64_t counter_size(Counter counter, const Problem& p) {
+  switch (counter) {
+    case Counter::kPlanReady:
+    case Counter::kStored:
+    case Counter::kPulled:
+      return 1;
+    case Counter::kExpertDh:
+    case Counter::kExpertX:
+      return p.local_experts();
+    case Counter::kPeerReady:
+    case Counter::kPeerDone:
+      return 0;  // flags: shared regions of their own
+    default:
+      return p.max_row_tiles();
+  }
+}
+// Index of a counter array's first element. Arrays start on cache lines of their own (32 counters).
+MOE_HOST_DEVICE constexpr std::int64_t counter_offset(Counter counter, const Problem& p) {
+  std::int64_t offset = 0;
+  for (std::int64_t c = 0; c < static_cast<std::int64_t>(counter); ++c) {
+    offset += round_up(counter_size(static_cast<Counter>(c), p), 32);
+  }
+  return offset;
+}
+
+// Bytes of one region; 0 where this launch does not use it. `element` is the size of an activation element (2 for
+// bf16).
+MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem& p, const Tiling& t, const Schedule& s,
+                                                    std::int64_t element) {
+  const std::int64_t tiles = p.max_row_tiles();
+  const std::int64_t forward = max_tasks(Direction::kForward, p, t);
+  const std::int64_t backward = max_tasks(Direction::kBackward, p, t);
+  switch (region) {
+    case Region::kFlagReady:
+    case Region::kFlagDone:
+      return p.num_ranks * 8;
+    case Region::kHeader:
+      return p.num_ranks * static_cast<std::int64_t>(sizeof(RankHeader));
+    case Region::kClassCounts:
+      return p.num_experts * kTokenResidues * 4;
+    case Region::kRouteOrder:
+    case Region::kRouteWeights:
+    case Region::kRouteGrads:
+      return p.max_routes() * 4;
+    case Region::kTokens:
+    case Region::kTokensX:
+      return p.max_tokens * p.hidden * element;
+    case Region::kRows:
+      return p.max_routes() * p.hidden * element;
+    case Region::kTickets:
+      return 2 * kRegionAlignment;
+    case Region::kCounters:
+      return 4 * counter_offset(static_cast<Counter>(kNumCounters), p);
+    case Region::kAllClassCounts:
+      return p.num_ranks * p.num_experts * kTokenResidues * 4;
+    case Region::kExpertOffsets:
+      return (p.local_experts() + 1) * 8;
+    case Region::kRowSources:
+      return p.row_capacity * static_cast<std::int64_t>(sizeof(RowSource));
+    case Region::kRowTiles:
+      return tiles * static_cast<std::int64_t>(sizeof(RowTile));
+    case Region::kSegments:
+      return tiles * static_cast<std::int64_t>(sizeof(Segment));
+    case Region::kMinibatchEnds:
+      return tiles * 4;
+    case Region::kExpertTiles:
+      return 2 * (p.local_experts() + 1) * 4;
+    case Region::kTasks:
+      return (forward > backward ? forward : backward) * static_cast<std::int64_t>(sizeof(Task));
+    case Region::kXRing:
+      return s.x_slots * kRowTile * p.hidden * element;
+    case Region::kARing:
+      return s.a_slots * kRowTile * p.width * element;
+    case Region::kDyRows:
+    case Region::kXRows:
+      return tiles * kRowTile * p.hidden * element;
+    case Region::kScaledA:
+      return tiles * kRowTile * p.width * element;
+    case Region::kDh:
+      return tiles * kRowTile * p.h_columns() * element;
+    case Region::kPartials:
+      return tiles * kRowTile * ceil_div(p.width, kPartialColumns) * 4;
+  }
+  return 0;
+}
+
+// Offset of a region in its memory (shared or local), in bytes, a multiple of kRegionAlignment.
+MOE_HOST_DEVICE constexpr std::int64_t region_offset(Region region, const Problem& p, const Tiling& t,
+                                                     const Schedule& s, std::int64_t element) {
+  const std::int64_t index = static_cast<std::int64_t>(region);
+  std::int64_t offset = 0;
+  for (std::int64_t r = index < kFirstLocalRegion ? 0 : kFirstLocalRegion; r < index; ++r) {
+    offset += round_up(region_bytes(static_cast<Region>(r), p, t, s, element), kRegionAlignment);
+  }
+  return offset;
+}
+
+// Total bytes of the shared (symmetric) or the local memory.
+MOE_HOST_DEVICE constexpr std::int64_t workspace_bytes(bool shared, const Problem& p, const Tiling& t,
+                                                       const Schedule& s, std::int64_t element) {
+  std::int64_t bytes = 0;
+  for (std::int64_t r = shared ? 0 : kFirstLocalRegion; r < (shared ? kFirstLocalRegion : kNumRegions); ++r) {
+    bytes += round_up(region_bytes(static_cast<Region>(r), p, t, s, element), kRegionAlignment);
+  }
+  return bytes;
+}
+
+}  // namespace moe

@@ -1,0 +1,228 @@
+// The static order of tasks, forward and backward. Fourth step of the plan. Owns what a ticket means: clusters claim
+// compute tasks, and pulling warps claim dispatch and combine tasks, each by counting one ticket up; who gets which
+// ticket cannot reach a result. Every wait of a task is for tasks earlier in this order or of another stream, so that
+// one resident cluster is enough.
+//
+// Forward:   G0 .. Glag, D0, Glag+1, D1, ... , close, drain        (G gate_up, D down of a minibatch)
+// Backward:  A0 .. Alag, B0, Alag+1, B1, ... , close, wgrads, drain (A down dgrad, B route_grad and gate_up dgrad)
+// The weight gradients come last: they fill the time in which rows travel home.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/host_device.h"
+#include "moe/plan/problem.h"
+#include "moe/plan/tiles.h"
+
+namespace moe {
+
+enum class TaskKind : std::int32_t {
+  kGateUp = 0,       // h and a of a row tile, one act column tile
+  kDown = 1,         // o of a row tile, one hidden column tile, stored to the home ranks
+  kDownDgrad = 2,    // da, s*a, dh and dS partials of a row tile, one act column tile
+  kRouteGrad = 3,    // dS of a row tile: partials summed in fixed order, stored to the home ranks
+  kGateUpDgrad = 4,  // dx rows of a row tile, one hidden column tile, stored to the home ranks
+  kWgradDown = 5,    // one tile of dW_down of an expert
+  kWgradGateUp = 6,  // one tile of dW_gate_up of an expert
+  kClose = 7,        // every row for the peers has landed and every pull is complete: raise "done" to all ranks
+  kDrain = 8,        // wait for "done" of all ranks
+  kDispatch = 9,     // pull stream: rows of one piece of a row tile (backward: of dy, and of x)
+  kCombine = 10,     // pull stream: sum the rows of some tokens
+  kPlan = 11,        // publish routes, wait for every rank's, build the tables
+};
+inline constexpr std::int64_t kNumTaskKinds = 12;
+
+enum class Direction : std::int32_t { kForward = 0, kBackward = 1 };
+
+// A compute task of one cluster. For tile tasks block b works on (tile + b, column) when `paired_columns` is 0 and on
+// (tile, column + b) when it is 1; for weight gradients `tile` is the row tile of the weight and `expert` its expert.
+struct Task {
+  TaskKind kind;
+  std::int32_t expert;
+  std::int32_t tile;
+  std::int32_t column;
+  std::int32_t paired_columns;
+};
+
+// What one block of a cluster does in a task. A block without work still takes part in the cluster's barriers.
+struct BlockWork {
+  std::int64_t tile;
+  std::int64_t column;
+  bool valid;
+};
+
+MOE_HOST_DEVICE constexpr bool is_tile_task(TaskKind kind) {
+  return kind == TaskKind::kGateUp || kind == TaskKind::kDown || kind == TaskKind::kDownDgrad ||
+         kind == TaskKind::kGateUpDgrad;
+}
+MOE_HOST_DEVICE constexpr bool is_wgrad(TaskKind kind) {
+  return kind == TaskKind::kWgradDown || kind == TaskKind::kWgradGateUp;
+}
+
+// Column tiles of a row tile (tile tasks) or of the weight (weight gradients); 1 for the others.
+MOE_HOST_DEVICE constexpr std::int64_t column_tiles(TaskKind kind, const Problem& p, const Tiling& t) {
+  switch (kind) {
+    case TaskKind::kGateUp:
+    case TaskKind::kDownDgrad:
+      return t.act_tiles(p);
+    case TaskKind::kDown:
+    case TaskKind::kGateUpDgrad:
+      return t.hidden_tiles(p);
+    case TaskKind::kWgradDown:
+      return ceil_div(p.width, t.wgrad_columns);
+    case TaskKind::kWgradGateUp:
+      return ceil_div(p.hidden, t.wgrad_columns);
+    default:
+      return 1;
+  }
+}
+
+// Row tiles of one expert's weight gradient.
+MOE_HOST_DEVICE constexpr std::int64_t wgrad_row_tiles(TaskKind kind, const Problem& p, const Tiling& t) {
+  return ceil_div(kind == TaskKind::kWgradDown ? p.hidden : p.h_columns(), t.wgrad_rows);
+}
+
+MOE_HOST_DEVICE constexpr BlockWork work_of_block(const Task& task, std::int64_t block, std::int64_t columns) {
+  if (is_tile_task(task.kind) || is_wgrad(task.kind)) {
+    if (task.paired_columns == 0) return {task.tile + block, task.column, true};
+    return {task.tile, task.column + block, task.column + block < columns};
+  }
+  return {task.tile, task.column, block == 0};
+}
+
+// Which gradients the backward computes; frozen tensors drop their tasks.
+struct GradNeeds {
+  bool x;
+  bool topk_weights;
+  bool w_gate_up;
+  bool w_down;
+
+  MOE_HOST_DEVICE constexpr bool dh() const { return x || w_gate_up; }
+};
+
+// Appends tasks to a table, or only counts them where the table is null.
+struct TaskList {
+  Task* tasks;
+  std::int64_t size;
+
+  MOE_HOST_DEVICE void add(TaskKind kind, std::int64_t expert, std::int64_t tile, std::int64_t column, bool paired) {
+    if (tasks != nullptr) {
+      tasks[size] = {kind, static_cast<std::int32_t>(expert), static_cast<std::int32_t>(tile),
+                     static_cast<std::int32_t>(column), paired ? 1 : 0};
+    }
+    ++size;
+  }
+};
+
+// The tile tasks of one kind over one minibatch: segment after segment, column after column, all row tiles of the
+// segment for one column, so that clusters beside each other share the weight tile.
+MOE_HOST_DEVICE inline void add_minibatch(TaskKind kind, const Problem& p, const Tiling& t, const TileTables& tables,
+                                          std::int64_t minibatch, TaskList& list) {
+  const std::int64_t columns = column_tiles(kind, p, t);
+  const std::int64_t begin = minibatch == 0 ? 0 : tables.minibatch_ends[minibatch - 1];
+  for (std::int64_t s = begin; s < tables.minibatch_ends[minibatch]; ++s) {
+    const Segment& segment = tables.segments[s];
+    const std::int64_t even = segment.tiles / 2 * 2;
+    for (std::int64_t column = 0; column < columns; ++column) {
+      for (std::int64_t i = 0; i < even; i += 2) {
+        list.add(kind, segment.expert, segment.tile_begin + i, column, false);
+      }
+      if (even < segment.tiles && column % 2 == 0) {
+        list.add(kind, segment.expert, segment.tile_begin + even, column, true);
+      }
+    }
+  }
+}
+
+// dS of every row tile of a minibatch: one task a tile, of which one block does the work.
+MOE_HOST_DEVICE inline void add_route_grads(const TileTables& tables, std::int64_t minibatch, TaskList& list) {
+  const std::int64_t begin = minibatch == 0 ? 0 : tables.minibatch_ends[minibatch - 1];
+  for (std::int64_t s = begin; s < tables.minibatch_ends[minibatch]; ++s) {
+    const Segment& segment = tables.segments[s];
+    for (std::int64_t i = 0; i < segment.tiles; ++i) {
+      list.add(TaskKind::kRouteGrad, segment.expert, segment.tile_begin + i, 0, false);
+    }
+  }
+}
+
+// All tiles of one weight gradient. Experts without rows are here too: their tiles are stored as zeros.
+MOE_HOST_DEVICE inline void add_wgrad(TaskKind kind, const Problem& p, const Tiling& t, TaskList& list) {
+  const std::int64_t rows = wgrad_row_tiles(kind, p, t);
+  const std::int64_t columns = column_tiles(kind, p, t);
+  for (std::int64_t e = 0; e < p.local_experts(); ++e) {
+    for (std::int64_t column = 0; column < columns; ++column) {
+      for (std::int64_t row = 0; row + 1 < rows; row += 2) list.add(kind, e, row, column, false);
+      if (rows % 2 == 1 && column % 2 == 0) list.add(kind, e, rows - 1, column, true);
+    }
+  }
+}
+
+// Writes the compute stream of one direction and returns its length. `needs` is read in backward only. With out ==
+// nullptr it counts.
+MOE_HOST_DEVICE inline std::int64_t order_tasks(Direction direction, const Problem& p, const Tiling& t,
+                                                const Schedule& s, const GradNeeds& needs, const TileTables& tables,
+                                                const TileCounts& n, Task* out) {
+  TaskList list{out, 0};
+  const bool forward = direction == Direction::kForward;
+  const std::int64_t lag = s.separate_stages != 0 ? n.minibatches : s.lag;
+  for (std::int64_t step = 0; step < n.minibatches + lag; ++step) {
+    if (step < n.minibatches) {
+      add_minibatch(forward ? TaskKind::kGateUp : TaskKind::kDownDgrad, p, t, tables, step, list);
+    }
+    const std::int64_t q = step - lag;
+    if (q < 0 || q >= n.minibatches) continue;
+    if (forward) add_minibatch(TaskKind::kDown, p, t, tables, q, list);
+    if (!forward && needs.topk_weights) add_route_grads(tables, q, list);
+    if (!forward && needs.x) add_minibatch(TaskKind::kGateUpDgrad, p, t, tables, q, list);
+  }
+  list.add(TaskKind::kClose, 0, 0, 0, false);
+  if (!forward && needs.w_down) add_wgrad(TaskKind::kWgradDown, p, t, list);
+  if (!forward && needs.w_gate_up) add_wgrad(TaskKind::kWgradGateUp, p, t, list);
+  list.add(TaskKind::kDrain, 0, 0, 0, false);
+  return list.size;
+}
+
+// The most tasks that any routing can give, for sizing the table.
+MOE_HOST_DEVICE constexpr std::int64_t max_tasks(Direction direction, const Problem& p, const Tiling& t) {
+  const std::int64_t tiles = p.max_row_tiles();
+  const std::int64_t act = t.act_tiles(p);
+  const std::int64_t hidden = t.hidden_tiles(p);
+  if (direction == Direction::kForward) return tiles * (act + hidden) + 2;
+  const std::int64_t down = wgrad_row_tiles(TaskKind::kWgradDown, p, t) * column_tiles(TaskKind::kWgradDown, p, t);
+  const std::int64_t up = wgrad_row_tiles(TaskKind::kWgradGateUp, p, t) * column_tiles(TaskKind::kWgradGateUp, p, t);
+  return tiles * (act + hidden + 1) + p.local_experts() * (down + up) + 2;
+}
+
+// -- the pull stream --------------------------------------------------------------------------------------------------
+
+// Tickets of the pull stream: first the pieces, tile after tile (backward: those of dy, then those of x), then the
+// combine.
+struct PullTicket {
+  TaskKind kind;        // kDispatch or kCombine
+  std::int32_t source;  // dispatch: 0 the op's rows (x forward, dy backward), 1 x in backward
+  std::int64_t tile;    // dispatch: row tile; combine: index of the token block
+  std::int64_t piece;
+};
+
+MOE_HOST_DEVICE constexpr std::int64_t pull_sources(Direction direction, const GradNeeds& needs) {
+  return direction == Direction::kBackward && needs.w_gate_up ? 2 : 1;
+}
+
+MOE_HOST_DEVICE constexpr std::int64_t combine_tasks(Direction direction, const GradNeeds& needs, std::int64_t tokens,
+                                                     const Tiling& t) {
+  const bool any = direction == Direction::kForward || needs.x || needs.topk_weights;
+  return any ? ceil_div(tokens, t.combine_tokens) : 0;
+}
+
+MOE_HOST_DEVICE constexpr PullTicket pull_ticket(std::int64_t ticket, std::int64_t tiles, std::int64_t sources,
+                                                 const Tiling& t) {
+  const std::int64_t pieces = pieces_of_tile(t);
+  const std::int64_t per_source = tiles * pieces;
+  if (ticket < sources * per_source) {
+    const std::int64_t within = ticket % per_source;
+    return {TaskKind::kDispatch, static_cast<std::int32_t>(ticket / per_source), within / pieces, within % pieces};
+  }
+  return {TaskKind::kCombine, 0, ticket - sources * per_source, 0};
+}
+
+}  // namespace moe
