@@ -48,7 +48,7 @@ struct Wait {
   std::int64_t target;
 };
 
-// Adds `amount` to counters; sets flags of rank `index` to `amount`, the generation.
+// Adds `amount` to element `index` of a counter; sets element `index` of a flag to `amount`, the generation.
 struct Raise {
   Counter counter;
   std::int64_t index;
@@ -86,17 +86,18 @@ MOE_HOST_DEVICE inline std::int64_t total_stored(const Plan& plan) {
 
 // -- compute stream ---------------------------------------------------------------------------------------------------
 
-// Waits of one role for one block's part of a task, to be made in this order. All waits on kPlanReady happen once, when
-// a role starts.
+// Waits of one role for one block's part of a task, to be made in this order. Every role waits for the plan first,
+// once: see start_wait.
 MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std::int64_t block, Role role) {
   Waits waits;
   const BlockWork work = plan.work(task, block);
   const bool load = role == Role::kLoad;
+  const bool compute = role == Role::kCompute;
   switch (task.kind) {
     case TaskKind::kGateUp:
       // Both blocks load parts of a shared row tile, so a block without a column of its own waits as well.
       if (load) waits.add({Counter::kXReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
-      if (!load && work.valid && work.tile >= plan.schedule.a_slots) {
+      if (compute && work.valid && work.tile >= plan.schedule.a_slots) {
         waits.add({Counter::kARead, work.tile - plan.schedule.a_slots, plan.columns(TaskKind::kDown)});
       }
       break;
@@ -107,7 +108,7 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
       if (load) waits.add({Counter::kDyReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
       break;
     case TaskKind::kRouteGrad:
-      if (!load && work.valid) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
+      if (compute && work.valid) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
       break;
     case TaskKind::kGateUpDgrad:
       if (load) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
@@ -117,13 +118,12 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
       if (load) {
         const std::int64_t tiles = expert_tiles(plan, task.expert);
         waits.add({Counter::kExpertDh, task.expert, tiles * plan.columns(TaskKind::kDownDgrad)});
-        if (task.kind == TaskKind::kWgradGateUp) {
-          waits.add({Counter::kExpertX, task.expert, expert_pieces(plan, task.expert)});
-        }
+        const bool down = task.kind == TaskKind::kWgradDown;
+        waits.add({down ? Counter::kExpertDy : Counter::kExpertX, task.expert, expert_pieces(plan, task.expert)});
       }
       break;
     case TaskKind::kClose:
-      if (!load && work.valid) {
+      if (compute && work.valid) {
         waits.add({Counter::kStored, 0, total_stored(plan)});
         waits.add({Counter::kPulled, 0, total_pieces(plan)});
       }
@@ -167,9 +167,10 @@ MOE_HOST_DEVICE inline Raises task_raises(const Plan& plan, const Task& task, st
 
 // Waits before one piece is written: its ring slot must have been read by every column tile (forward; backward fills
 // whole buffers). A pulling warp must complete and raise all it has in flight before it makes a wait that is not yet
-// met.
+// met. An empty piece neither waits nor raises.
 MOE_HOST_DEVICE inline Waits piece_waits(const Plan& plan, const PullTicket& pull) {
   Waits waits;
+  if (rows_of_piece(plan.tables.tiles[pull.tile], pull.piece, plan.tiling) == 0) return waits;
   if (plan.direction == Direction::kForward && pull.tile >= plan.schedule.x_slots) {
     waits.add({Counter::kXRead, pull.tile - plan.schedule.x_slots, plan.columns(TaskKind::kGateUp)});
   }
@@ -184,6 +185,7 @@ MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& p
     raises.add({Counter::kXReady, pull.tile, 1});
   } else if (pull.source == 0) {
     raises.add({Counter::kDyReady, pull.tile, 1});
+    if (plan.needs.w_down) raises.add({Counter::kExpertDy, tile.expert, 1});
   } else {
     raises.add({Counter::kExpertX, tile.expert, 1});
   }
@@ -191,17 +193,23 @@ MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& p
   return raises;
 }
 
-// -- flags across ranks -----------------------------------------------------------------------------------------------
+// -- flags ------------------------------------------------------------------------------------------------------------
 
-// Flag waits of a task: kPlan waits for "ready" of every rank, kCombine and kDrain for "done" of every rank. i in [0,
-// W).
-MOE_HOST_DEVICE inline Wait flag_wait(const Plan& plan, TaskKind kind, std::int64_t i) {
-  return {kind == TaskKind::kPlan ? Counter::kPeerReady : Counter::kPeerDone, i, plan.generation};
+// Flag waits of a task: kPlan waits for "ready" of every rank, kCombine and kDrain for "done" of every rank. `peer` in
+// [0, W), this rank too.
+MOE_HOST_DEVICE inline Wait flag_wait(const Plan& plan, TaskKind kind, std::int64_t peer) {
+  return {kind == TaskKind::kPlan ? Counter::kPeerReady : Counter::kPeerDone, peer, plan.generation};
 }
 
-// Flags that a task sets on rank i in [0, W), at the slot of this rank: kPlan "ready", kClose "done".
+// The flag that a task sets in the memory of every rank, this one too, at the slot of this rank: kPlan "ready" when it
+// begins, kClose "done".
 MOE_HOST_DEVICE inline Raise flag_raise(const Plan& plan, TaskKind kind) {
   return {kind == TaskKind::kPlan ? Counter::kPeerReady : Counter::kPeerDone, plan.problem.rank, plan.generation};
 }
+
+// What the plan task sets when it ends, and what every other role of this rank waits for before it reads a table, a
+// ticket or a counter.
+MOE_HOST_DEVICE inline Raise start_raise(const Plan& plan) { return {Counter::kPlanReady, 0, plan.generation}; }
+MOE_HOST_DEVICE inline Wait start_wait(const Plan& plan) { return {Counter::kPlanReady, 0, plan.generation}; }
 
 }  // namespace moe

@@ -5,12 +5,13 @@
 //
 // Two proxies reach memory on Hopper: generic (ordinary loads and stores) and async (TMA and bulk copies). A raise is a
 // release, a wait an acquire, at the edge's scope. That orders generic accesses. Accesses of the async proxy need more:
-//  - a bulk copy's writes are complete only after `cp.async.bulk.wait_group 0` (not .read) by the thread that issued
-//  it;
-//  - a TMA load's reads are complete when its mbarrier has flipped;
+//  - a bulk copy's writes are complete after `cp.async.bulk.wait_group 0` (not .read) by the thread that issued it;
+//  - the reads of a TMA load or of a bulk copy into shared memory are complete when its mbarrier has flipped;
 //  - between a generic write and an async access of the same memory stands `fence.proxy.async`, by the writing thread
-//  before
-//    its release or by the reading thread after its acquire.
+//    before its release or by the reading thread after its acquire.
+//
+// An edge carries no more fences than it needs. Inside a block, what one role has acquired is passed to the others by
+// the shared-memory barriers between them: a compute role reads behind the waits of the load role of its task.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@
 namespace moe {
 
 enum class Counter : std::int32_t {
-  kPlanReady = 0,  // the tables are built (one counter)
+  kPlanReady = 0,  // flag of this rank alone: the tables are built and the counters zeroed; generation
   kXReady,         // pieces of a row tile that lie in the ring, per row tile (forward)
   kXRead,          // column tiles that have read a row tile's ring slot, per row tile
   kAReady,         // act column tiles of a row tile that are stored, per row tile
@@ -28,13 +29,14 @@ enum class Counter : std::int32_t {
   kDyReady,        // pieces of a row tile of dy, per row tile
   kDhReady,        // act column tiles of a row tile whose dh, s*a and dS partials are stored, per row tile
   kExpertDh,       // the same, summed over an expert's row tiles, per expert
+  kExpertDy,       // pieces of dy of an expert, per expert
   kExpertX,        // pieces of x of an expert, per expert
   kStored,         // tasks whose rows or dS have been stored to the home ranks (one counter)
   kPulled,         // pieces whose reads of peers are complete (one counter)
   kPeerReady,      // flag 1: a peer's rows, routes and weights are readable; generation, per rank
-  kPeerDone,  // flag 2: a peer has stored all rows for here and has read all it needs from here; generation, per rank
+  kPeerDone,       // flag 2: a peer has stored all rows for here and read all it needs from here; generation, per rank
 };
-inline constexpr std::int64_t kNumCounters = 13;
+inline constexpr std::int64_t kNumCounters = 14;
 
 enum class Role : std::int32_t { kPlan = 0, kPull = 1, kLoad = 2, kCompute = 3 };
 enum class Proxy : std::int32_t { kGeneric = 0, kAsync = 1 };
@@ -76,31 +78,34 @@ MOE_HOST_DEVICE constexpr bool edge_is_fenced(const Edge& e) {
 
 // clang-format off
 inline constexpr Edge kEdges[] = {
-    // counter              raiser          waiter          raiser's         waiter's         overwr crosses scope           raiser's                waiter's
+    // counter              raiser          waiter          raiser's         waiter's         overwr crosses scope           raiser's     waiter's
     // Own routes, weights and x (or dy) are written by earlier kernels; every rank's plan task waits for all ranks.
-    {Counter::kPeerReady,   Role::kPlan,    Role::kPlan,    Proxy::kGeneric, Proxy::kGeneric, false, true,  Scope::kSystem, kNoFence,               kNoFence},
+    {Counter::kPeerReady,   Role::kPlan,    Role::kPlan,    Proxy::kGeneric, Proxy::kGeneric, false, true,  Scope::kSystem, kNoFence,    kNoFence},
     // Tables, and behind them the peers' rows that bulk copies read.
-    {Counter::kPlanReady,   Role::kPlan,    Role::kPull,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kNoFence,               kProxyFence},
-    {Counter::kPlanReady,   Role::kPlan,    Role::kLoad,    Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,               kNoFence},
-    {Counter::kPlanReady,   Role::kPlan,    Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,               kNoFence},
-    // Pulled rows: bulk copies from staging into the ring or the row buffers, then TMA.
-    {Counter::kXReady,      Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,              kProxyFence},
-    {Counter::kDyReady,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,              kProxyFence},
-    {Counter::kExpertX,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,              kProxyFence},
+    {Counter::kPlanReady,   Role::kPlan,    Role::kPull,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kNoFence,    kProxyFence},
+    {Counter::kPlanReady,   Role::kPlan,    Role::kLoad,    Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
+    {Counter::kPlanReady,   Role::kPlan,    Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
+    // Pulled rows: bulk copies from staging into the ring or the row buffers, then TMA. Route numbers and weights of the
+    // rows are stored beside them by the generic proxy, which the release orders.
+    {Counter::kXReady,      Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
+    {Counter::kDyReady,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
+    {Counter::kExpertDy,    Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
+    {Counter::kExpertX,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
     // A ring slot's last reader, then the next bulk copy into it.
-    {Counter::kXRead,       Role::kCompute, Role::kPull,    Proxy::kAsync,   Proxy::kAsync,   true,  false, Scope::kGpu,    kLoadsDone,             kProxyFence},
+    {Counter::kXRead,       Role::kCompute, Role::kPull,    Proxy::kAsync,   Proxy::kAsync,   true,  false, Scope::kGpu,    kLoadsDone,  kProxyFence},
     // Epilogue stores, then TMA: each storing thread fences before the block's release.
-    {Counter::kAReady,      Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence,            kNoFence},
-    {Counter::kARead,       Role::kCompute, Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, true,  false, Scope::kGpu,    kLoadsDone,             kNoFence},
-    {Counter::kDhReady,     Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence,            kNoFence},
-    {Counter::kDhReady,     Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kProxyFence,            kNoFence},
-    {Counter::kExpertDh,    Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence,            kNoFence},
-    // Rows and dS stored to the home ranks, and pulls that have finished reading peers: the closing task passes both on.
-    {Counter::kStored,      Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,               kNoFence},
-    {Counter::kPulled,      Role::kPull,    Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, true,  false, Scope::kGpu,    kLoadsDone | kBulkWait, kNoFence},
+    {Counter::kAReady,      Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    {Counter::kARead,       Role::kCompute, Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, true,  false, Scope::kGpu,    kLoadsDone,  kNoFence},
+    {Counter::kDhReady,     Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    {Counter::kDhReady,     Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    {Counter::kExpertDh,    Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    // Rows and dS stored to the home ranks, and pulls that have finished reading peers: the closing task passes both on
+    // (release and acquire are transitive, also from gpu to system scope).
+    {Counter::kStored,      Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
+    {Counter::kPulled,      Role::kPull,    Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, true,  false, Scope::kGpu,    kLoadsDone,  kNoFence},
     // Rows of all ranks, then the combine; and permission to overwrite x, dy and rows in the next launch.
-    {Counter::kPeerDone,    Role::kCompute, Role::kPull,    Proxy::kGeneric, Proxy::kGeneric, false, true,  Scope::kSystem, kNoFence,               kNoFence},
-    {Counter::kPeerDone,    Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, true,  true,  Scope::kSystem, kNoFence,               kNoFence},
+    {Counter::kPeerDone,    Role::kCompute, Role::kPull,    Proxy::kGeneric, Proxy::kGeneric, false, true,  Scope::kSystem, kNoFence,    kNoFence},
+    {Counter::kPeerDone,    Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, true,  true,  Scope::kSystem, kNoFence,    kNoFence},
 };
 // clang-format on
 inline constexpr std::int64_t kNumEdges = static_cast<std::int64_t>(sizeof(kEdges) / sizeof(kEdges[0]));
@@ -121,7 +126,7 @@ MOE_HOST_DEVICE constexpr std::int64_t find_edge(Counter counter, Role waiter) {
   return -1;
 }
 
-// Fences that a role must have executed before it raises a counter: those of all its edges.
+// Fences that a role must have executed before it raises a counter, and after a wait for it: those of all its edges.
 MOE_HOST_DEVICE constexpr std::int32_t raise_fences(Counter counter, Role raiser) {
   std::int32_t fences = kNoFence;
   for (std::int64_t i = 0; i < kNumEdges; ++i) {
@@ -129,8 +134,17 @@ MOE_HOST_DEVICE constexpr std::int32_t raise_fences(Counter counter, Role raiser
   }
   return fences;
 }
+MOE_HOST_DEVICE constexpr std::int32_t wait_fences(Counter counter, Role waiter) {
+  const std::int64_t edge = find_edge(counter, waiter);
+  return edge < 0 ? kNoFence : kEdges[edge].waiter_fences;
+}
 
+// Flags are set to the generation of their launch and never zeroed; the other counters are zeroed by the plan task and
+// added to.
 MOE_HOST_DEVICE constexpr bool counter_is_flag(Counter counter) {
+  return counter == Counter::kPlanReady || counter == Counter::kPeerReady || counter == Counter::kPeerDone;
+}
+MOE_HOST_DEVICE constexpr bool counter_crosses_ranks(Counter counter) {
   return counter == Counter::kPeerReady || counter == Counter::kPeerDone;
 }
 

@@ -27,11 +27,14 @@ enum class Region : std::int32_t {
   kRows,           // [max_T * K, H] o or dx rows of this rank's tokens, stored by peers
   kRouteGrads,     // [max_T * K] float32 dS of this rank's routes, stored by peers
   // local
+  kLaunch,          // LaunchState, the only memory that one launch hands to the next
   kTickets,         // 2 x int32, each in a cache line of its own: compute and pull stream
   kCounters,        // see counter_offset
   kAllClassCounts,  // [W, E, 64] int32, copies of the peers'
   kExpertOffsets,   // [L + 1] int64
   kRowSources,      // [row_capacity] RowSource
+  kRowRoutes,       // [row_capacity] int32: route number t * K + k on the home rank, stored by pull roles
+  kRowWeights,      // [row_capacity] float32 backward: s of each row, stored by pull roles
   kRowTiles,        // [max_row_tiles] RowTile
   kSegments,        // [max_row_tiles] Segment
   kMinibatchEnds,   // [max_row_tiles] int32
@@ -45,10 +48,10 @@ enum class Region : std::int32_t {
   kDh,              // [max_row_tiles, kRowTile, 2I] backward
   kPartials,        // [max_row_tiles, kRowTile, ceil(I / 128)] float32 backward: dS partials
 };
-inline constexpr std::int64_t kNumRegions = 27;
-inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kTickets);
-inline constexpr std::int64_t kRegionAlignment =
-    256;  // bytes; TMA needs 128 for its swizzle atoms, a cache line pair is 256
+inline constexpr std::int64_t kNumRegions = 30;
+inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kLaunch);
+// Bytes. TMA needs 128 for its swizzle atoms; a pair of cache lines is 256.
+inline constexpr std::int64_t kRegionAlignment = 256;
 inline constexpr std::int64_t kPartialColumns = 128;  // columns of one dS partial sum
 
 // What a rank publishes with flag 1 and every other rank compares.
@@ -63,19 +66,28 @@ struct RankHeader {
   std::int32_t status;  // 0, or why this rank refuses the step
 };
 
+// What launches share. The last block to leave a launch, which finds blocks_left at the number of blocks, zeroes it and
+// advances the generation, so that a replayed graph advances it too and a block that starts late still reads its own.
+struct LaunchState {
+  std::int64_t generation;   // of the last launch that has ended; this one's is one more
+  std::int64_t plan_ready;   // Counter::kPlanReady
+  std::int64_t blocks_left;  // blocks of this launch that have left
+};
+
 // int32 counters of one launch, one array after the other, zeroed by the plan task before anything waits for them.
 MOE_HOST_DEVICE constexpr std::int64_t counter_size(Counter counter, const Problem& p) {
   switch (counter) {
-    case Counter::kPlanReady:
     case Counter::kStored:
     case Counter::kPulled:
       return 1;
     case Counter::kExpertDh:
+    case Counter::kExpertDy:
     case Counter::kExpertX:
       return p.local_experts();
+    case Counter::kPlanReady:
     case Counter::kPeerReady:
     case Counter::kPeerDone:
-      return 0;  // flags: shared regions of their own
+      return 0;  // flags: LaunchState and shared regions of their own
     default:
       return p.max_row_tiles();
   }
@@ -89,8 +101,8 @@ MOE_HOST_DEVICE constexpr std::int64_t counter_offset(Counter counter, const Pro
   return offset;
 }
 
-// Bytes of one region; 0 where this launch does not use it. `element` is the size of an activation element (2 for
-// bf16).
+// Bytes of one region. Both directions have their regions side by side: a workspace serves forward and backward.
+// `element` is the size of an activation element (2 for bf16). Shared regions depend only on what all ranks agree on.
 MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem& p, const Tiling& t, const Schedule& s,
                                                     std::int64_t element) {
   const std::int64_t tiles = p.max_row_tiles();
@@ -113,6 +125,8 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return p.max_tokens * p.hidden * element;
     case Region::kRows:
       return p.max_routes() * p.hidden * element;
+    case Region::kLaunch:
+      return static_cast<std::int64_t>(sizeof(LaunchState));
     case Region::kTickets:
       return 2 * kRegionAlignment;
     case Region::kCounters:
@@ -123,6 +137,9 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return (p.local_experts() + 1) * 8;
     case Region::kRowSources:
       return p.row_capacity * static_cast<std::int64_t>(sizeof(RowSource));
+    case Region::kRowRoutes:
+    case Region::kRowWeights:
+      return p.row_capacity * 4;
     case Region::kRowTiles:
       return tiles * static_cast<std::int64_t>(sizeof(RowTile));
     case Region::kSegments:

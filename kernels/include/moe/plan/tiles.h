@@ -115,17 +115,24 @@ MOE_HOST_DEVICE inline std::int64_t tiles_of_minibatches(const TileTables& table
   return tail.tile_begin + tail.tiles - head.tile_begin;
 }
 
-// The least ring sizes with which ticketed execution by any number of clusters gets through.
-struct RingMinimum {
-  std::int64_t x_slots;  // a segment's tasks run over all its tiles before they return to the first: it must fit whole
-  std::int64_t a_slots;  // minibatches q ... q + lag are alive before the down tasks of q free any slot
+// Ring sizes, in row tiles. Only the forward has rings.
+struct RingSizes {
+  std::int64_t x_slots;
+  std::int64_t a_slots;
 };
 
-MOE_HOST_DEVICE inline RingMinimum ring_minimum(const TileTables& tables, const TileCounts& n,
-                                                const Schedule& schedule) {
-  RingMinimum least{0, 0};
+// The least sizes with which ticketed execution by any number of clusters gets through these tables; with one slot less
+// a single cluster waits for itself. Tasks run over all row tiles of a segment before they return to the first for the
+// next column, so a segment's rows are alive together (with a single column tile: a pair of row tiles). Activations of
+// minibatches q ... q + lag are alive before the down tasks of q free the first.
+MOE_HOST_DEVICE inline RingSizes ring_minimum(const Problem& problem, const Tiling& tiling, const Schedule& schedule,
+                                              const TileTables& tables, const TileCounts& n) {
+  RingSizes least{0, 0};
+  const bool returns = tiling.act_tiles(problem) > 1;
   for (std::int64_t s = 0; s < n.segments; ++s) {
-    if (tables.segments[s].tiles > least.x_slots) least.x_slots = tables.segments[s].tiles;
+    const std::int64_t tiles = tables.segments[s].tiles;
+    const std::int64_t together = returns || tiles < 2 ? tiles : 2;
+    if (together > least.x_slots) least.x_slots = together;
   }
   for (std::int64_t q = 0; q < n.minibatches; ++q) {
     const std::int64_t last = schedule.separate_stages != 0 ? n.minibatches : q + schedule.lag + 1;
@@ -133,6 +140,17 @@ MOE_HOST_DEVICE inline RingMinimum ring_minimum(const TileTables& tables, const 
     if (tiles > least.a_slots) least.a_slots = tiles;
   }
   return least;
+}
+
+// Sizes with which every routing gets through, for allocation: rings are sized before routes are known. A segment of n
+// tiles has at least n * act_tiles / 2 tasks, so the segments before the one that closes a minibatch hold at most
+// `before` tiles, and so does what is joined to the last.
+MOE_HOST_DEVICE constexpr RingSizes ring_bound(const Problem& problem, const Tiling& tiling, const Schedule& schedule) {
+  const std::int64_t all = problem.max_row_tiles();
+  const std::int64_t before = 2 * (schedule.waves * schedule.num_clusters - 1) / tiling.act_tiles(problem);
+  const std::int64_t alive = (schedule.lag + 1) * (before + schedule.segment_tiles) + before;
+  const std::int64_t together = tiling.act_tiles(problem) > 1 ? schedule.segment_tiles : 2;
+  return {together < all ? together : all, schedule.separate_stages == 0 && alive < all ? alive : all};
 }
 
 }  // namespace moe
