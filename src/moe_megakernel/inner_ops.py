@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from . import plan_ops as _plan_ops  # noqa: F401  (schemas of the ops that C++ implements)
 from .checks import OP
 from .distributed.group import get_group
 from .distributed.layer import FORWARD, GroupPlan, group_backward, group_forward

@@ -52,6 +52,7 @@ inline constexpr std::int64_t kNumRegions = 30;
 inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kLaunch);
 // Bytes. TMA needs 128 for its swizzle atoms; a pair of cache lines is 256.
 inline constexpr std::int64_t kRegionAlignment = 256;
+inline constexpr std::int64_t kRowAlignment = 16;     // bytes; the stride of TMA and the unit of bulk copies
 inline constexpr std::int64_t kPartialColumns = 128;  // columns of one dS partial sum
 
 // What a rank publishes with flag 1 and every other rank compares.
@@ -101,6 +102,11 @@ MOE_HOST_DEVICE constexpr std::int64_t counter_offset(Counter counter, const Pro
   return offset;
 }
 
+// Bytes from one row of a matrix to the next; the gap behind a row that is no multiple of the alignment is never read.
+MOE_HOST_DEVICE constexpr std::int64_t row_pitch(std::int64_t columns, std::int64_t element) {
+  return round_up(columns * element, kRowAlignment);
+}
+
 // Bytes of one region. Both directions have their regions side by side: a workspace serves forward and backward.
 // `element` is the size of an activation element (2 for bf16). Shared regions depend only on what all ranks agree on.
 MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem& p, const Tiling& t, const Schedule& s,
@@ -122,9 +128,9 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return p.max_routes() * 4;
     case Region::kTokens:
     case Region::kTokensX:
-      return p.max_tokens * p.hidden * element;
+      return p.max_tokens * row_pitch(p.hidden, element);
     case Region::kRows:
-      return p.max_routes() * p.hidden * element;
+      return p.max_routes() * row_pitch(p.hidden, element);
     case Region::kLaunch:
       return static_cast<std::int64_t>(sizeof(LaunchState));
     case Region::kTickets:
@@ -151,16 +157,16 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
     case Region::kTasks:
       return (forward > backward ? forward : backward) * static_cast<std::int64_t>(sizeof(Task));
     case Region::kXRing:
-      return s.x_slots * kRowTile * p.hidden * element;
+      return s.x_slots * kRowTile * row_pitch(p.hidden, element);
     case Region::kARing:
-      return s.a_slots * kRowTile * p.width * element;
+      return s.a_slots * kRowTile * row_pitch(p.width, element);
     case Region::kDyRows:
     case Region::kXRows:
-      return tiles * kRowTile * p.hidden * element;
+      return tiles * kRowTile * row_pitch(p.hidden, element);
     case Region::kScaledA:
-      return tiles * kRowTile * p.width * element;
+      return tiles * kRowTile * row_pitch(p.width, element);
     case Region::kDh:
-      return tiles * kRowTile * p.h_columns() * element;
+      return tiles * kRowTile * row_pitch(p.h_columns(), element);
     case Region::kPartials:
       return tiles * kRowTile * ceil_div(p.width, kPartialColumns) * 4;
   }

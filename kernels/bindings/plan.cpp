@@ -1,0 +1,160 @@
+// Registers the CPU kernels of torch.ops.moe.plan_tables, plan_layout and plan_edges, which show plans to Python: to
+// the simulator, to tests and to the documentation. Checks arguments, builds the plan with the headers of plan/ and
+// copies it out as integers. Schemas and fakes live in src/moe_megakernel/plan_ops.py.
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "moe/plan/build.h"
+#include "moe/plan/layout.h"
+#include "moe/plan/records.h"
+#include "plan_arguments.h"
+
+namespace moe {
+namespace {
+
+constexpr const char* kTables = "plan_tables";
+constexpr std::int64_t kGeneration = 1;  // of the flags in the records
+
+// Starts of the ranks' tokens, after a check that `tokens` and the counts belong to the configuration.
+std::vector<std::int64_t> token_starts(const PlanConfig& config, const Tensor& class_counts, const Tensor& tokens) {
+  const Problem& p = config.problem;
+  const std::vector<std::int64_t> routes = check_class_counts(kTables, class_counts);
+  STD_TORCH_CHECK(class_counts.size(0) == p.num_ranks && class_counts.size(1) == p.num_experts,
+                  "moe::plan_tables: class_counts: expected shape [", p.num_ranks, ", ", p.num_experts, ", ",
+                  kTokenResidues, "] as config says, got [", class_counts.size(0), ", ", class_counts.size(1), ", ",
+                  kTokenResidues, "]");
+  check_vector(kTables, "tokens", tokens, p.num_ranks);
+  const std::int64_t* count = tokens.const_data_ptr<std::int64_t>();
+  std::vector<std::int64_t> starts;
+  std::int64_t start = 0;
+  for (std::int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    STD_TORCH_CHECK(count[rank] >= 0 && count[rank] <= p.max_tokens, "moe::plan_tables: tokens: expected 0 to ",
+                    p.max_tokens, " (max_tokens), got ", count[rank], " for rank ", rank);
+    const std::int64_t rank_routes = routes[static_cast<std::size_t>(rank)];
+    STD_TORCH_CHECK(rank_routes <= count[rank] * p.top_k, "moe::plan_tables: class_counts: expected at most ",
+                    count[rank] * p.top_k, " routes (tokens * top_k), got ", rank_routes, " for rank ", rank);
+    starts.push_back(start);
+    start += count[rank];
+  }
+  return starts;
+}
+
+std::vector<std::int64_t> offsets_of_experts(const PlanConfig& config, const RankRoutes& routes) {
+  const Problem& p = config.problem;
+  const std::int64_t rows = rows_of_rank(routes, p.rank);
+  STD_TORCH_CHECK(rows <= p.row_capacity, "moe::plan_tables: config: expected row_capacity >= ", rows,
+                  ", the rows that arrive at rank ", p.rank, ", got ", p.row_capacity);
+  std::vector<std::int64_t> offsets(static_cast<std::size_t>(p.local_experts() + 1));
+  std::vector<std::int64_t> scratch(static_cast<std::size_t>(p.num_ranks * (kTokenResidues + 2)));
+  std::int64_t* send = scratch.data() + p.num_ranks * kTokenResidues;
+  merge_rows(routes, p.rank, scratch.data(), {offsets.data(), nullptr, send, send + p.num_ranks});
+  return offsets;
+}
+
+template <typename Row, typename Columns>
+Tensor rows_to_tensor(const Tensor& like, const Row* rows, std::int64_t count, std::int64_t columns, Columns read) {
+  std::vector<std::int64_t> values;
+  values.reserve(static_cast<std::size_t>(count * columns));
+  for (std::int64_t i = 0; i < count; ++i) {
+    for (const std::int64_t value : read(rows[i])) values.push_back(value);
+  }
+  return to_tensor(like, values, columns);
+}
+
+using Numbers = std::vector<std::int64_t>;
+
+// See src/moe_megakernel/plan.py, PlanTables, for what each result holds.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_tables(
+    const Tensor& class_counts, const Tensor& tokens, const Tensor& config, std::int64_t direction,
+    std::int64_t needs) {
+  const PlanConfig read = read_config(kTables, config);
+  STD_TORCH_CHECK(direction == 0 || direction == 1,
+                  "moe::plan_tables: direction: expected 0 (forward) or 1 (backward), got ", direction);
+  STD_TORCH_CHECK(needs >= 0 && needs < 16, "moe::plan_tables: needs: expected a mask of 4 bits, got ", needs);
+  const std::vector<std::int64_t> starts = token_starts(read, class_counts, tokens);
+  const Numbers offsets = offsets_of_experts(read, rank_routes(class_counts, starts.data()));
+  const std::int64_t own_tokens = tokens.const_data_ptr<std::int64_t>()[read.problem.rank];
+  const GradNeeds grads{(needs & 1) != 0, (needs & 2) != 0, (needs & 4) != 0, (needs & 8) != 0};
+  const OwnedPlan owned =
+      build_plan(read, offsets.data(), own_tokens, static_cast<Direction>(direction), grads, kGeneration);
+  const Plan& plan = owned.plan;
+  if (plan.direction == Direction::kForward) {
+    const std::string fault = ring_fault(read.schedule, owned.ring_minimum);
+    STD_TORCH_CHECK(fault.empty(), "moe::plan_tables: config: ", fault);
+  }
+
+  std::vector<PullTicket> pulls;
+  for (std::int64_t ticket = 0; ticket < plan.num_pull_tickets(); ++ticket) pulls.push_back(plan.pull_task(ticket));
+  const Records records = record_plan(plan);
+  const auto widen = [](const std::vector<std::int32_t>& v, std::int64_t n) {
+    return Numbers(v.begin(), v.begin() + n);
+  };
+  return {
+      to_tensor(tokens, owned.expert_offsets, 0),
+      rows_to_tensor(tokens, owned.tiles.data(), plan.counts.tiles, 3,
+                     [](const RowTile& t) { return Numbers{t.expert, t.row_begin, t.rows}; }),
+      rows_to_tensor(tokens, owned.segments.data(), plan.counts.segments, 4,
+                     [](const Segment& s) { return Numbers{s.expert, s.tile_begin, s.tiles, s.minibatch}; }),
+      to_tensor(tokens, widen(owned.minibatch_ends, plan.counts.minibatches), 0),
+      to_tensor(tokens, widen(owned.expert_tiles, read.problem.local_experts() + 1), 0),
+      to_tensor(tokens, widen(owned.expert_pieces, read.problem.local_experts() + 1), 0),
+      rows_to_tensor(tokens, owned.tasks.data(), plan.num_tasks, 5,
+                     [](const Task& t) {
+                       return Numbers{static_cast<std::int64_t>(t.kind), t.expert, t.tile, t.column, t.paired_columns};
+                     }),
+      rows_to_tensor(
+          tokens, pulls.data(), static_cast<std::int64_t>(pulls.size()), 4,
+          [](const PullTicket& t) { return Numbers{static_cast<std::int64_t>(t.kind), t.source, t.tile, t.piece}; }),
+      to_tensor(tokens, records.waits, kRecordColumns),
+      to_tensor(tokens, records.raises, kRecordColumns),
+      to_tensor(tokens, {owned.ring_minimum.x_slots, owned.ring_minimum.a_slots}, 0),
+  };
+}
+
+// -> int64 [regions, 3]: offset, bytes, 1 if shared. Rings must hold every routing; slots of 0 are filled in so.
+Tensor plan_layout(const Tensor& config, std::int64_t element) {
+  PlanConfig read = read_config("plan_layout", config);
+  STD_TORCH_CHECK(element == 1 || element == 2 || element == 4 || element == 8,
+                  "moe::plan_layout: element: expected 1, 2, 4 or 8 bytes, got ", element);
+  const RingSizes bound = ring_bound(read.problem, read.tiling, read.schedule);
+  const std::string fault = ring_fault(read.schedule, bound);
+  STD_TORCH_CHECK(fault.empty(), "moe::plan_layout: config: ", fault);
+  read.schedule = with_rings(read.schedule, bound);
+  std::vector<std::int64_t> rows;
+  for (std::int64_t r = 0; r < kNumRegions; ++r) {
+    const auto region = static_cast<Region>(r);
+    rows.push_back(region_offset(region, read.problem, read.tiling, read.schedule, element));
+    rows.push_back(region_bytes(region, read.problem, read.tiling, read.schedule, element));
+    rows.push_back(r < kFirstLocalRegion ? 1 : 0);
+  }
+  return to_tensor(config, rows, 3);
+}
+
+// `like` gives the device -> int64 [edges, 10]: the fields of Edge in order.
+Tensor plan_edges(const Tensor& like) {
+  return rows_to_tensor(like, kEdges, kNumEdges, 10, [](const Edge& e) {
+    return Numbers{static_cast<std::int64_t>(e.counter),
+                   static_cast<std::int64_t>(e.raiser),
+                   static_cast<std::int64_t>(e.waiter),
+                   static_cast<std::int64_t>(e.raiser_proxy),
+                   static_cast<std::int64_t>(e.waiter_proxy),
+                   e.overwrites ? 1 : 0,
+                   e.crosses_ranks ? 1 : 0,
+                   static_cast<std::int64_t>(e.scope),
+                   e.raiser_fences,
+                   e.waiter_fences};
+  });
+}
+
+}  // namespace
+}  // namespace moe
+
+STABLE_TORCH_LIBRARY_IMPL(moe, CPU, m) {
+  m.impl("plan_tables", TORCH_BOX(&moe::plan_tables));
+  m.impl("plan_layout", TORCH_BOX(&moe::plan_layout));
+  m.impl("plan_edges", TORCH_BOX(&moe::plan_edges));
+}

@@ -1,0 +1,126 @@
+"""Names of what plans are made of: tasks, counters, roles, regions, as they are numbered in `kernels/include/moe/plan`.
+
+The headers are the source; a test reads them and compares. Used by `plan`, the simulator and the documentation.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+
+class TaskKind(IntEnum):
+    """Kinds of tasks, `plan/tasks.h`."""
+
+    GATE_UP = 0
+    DOWN = 1
+    DOWN_DGRAD = 2
+    ROUTE_GRAD = 3
+    GATE_UP_DGRAD = 4
+    WGRAD_DOWN = 5
+    WGRAD_GATE_UP = 6
+    CLOSE = 7
+    DRAIN = 8
+    DISPATCH = 9
+    COMBINE = 10
+    PLAN = 11
+
+
+class Direction(IntEnum):
+    """Forward or backward launch, `plan/tasks.h`."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Counter(IntEnum):
+    """Counters and flags, `plan/edges.h`."""
+
+    PLAN_READY = 0
+    X_READY = 1
+    X_READ = 2
+    A_READY = 3
+    A_READ = 4
+    DY_READY = 5
+    DH_READY = 6
+    EXPERT_DH = 7
+    EXPERT_DY = 8
+    EXPERT_X = 9
+    STORED = 10
+    PULLED = 11
+    PEER_READY = 12
+    PEER_DONE = 13
+
+
+class Role(IntEnum):
+    """Warp roles, `plan/edges.h`."""
+
+    PLAN = 0
+    PULL = 1
+    LOAD = 2
+    COMPUTE = 3
+
+
+class Proxy(IntEnum):
+    """Memory proxies, `plan/edges.h`."""
+
+    GENERIC = 0
+    ASYNC = 1
+
+
+class Scope(IntEnum):
+    """Scopes of releases and acquires, `plan/edges.h`."""
+
+    GPU = 0
+    SYSTEM = 1
+
+
+class Fence(IntFlag):
+    """Fences of an edge, `plan/edges.h`."""
+
+    NO_FENCE = 0
+    BULK_WAIT = 1
+    LOADS_DONE = 2
+    PROXY_FENCE = 4
+
+
+class Stream(IntEnum):
+    """Streams of tickets, `plan/records.h`."""
+
+    COMPUTE = 0
+    PULL = 1
+    PLAN = 2
+
+
+class Region(IntEnum):
+    """Regions of the workspace, `plan/layout.h`."""
+
+    FLAG_READY = 0
+    HEADER = 1
+    FLAG_DONE = 2
+    CLASS_COUNTS = 3
+    ROUTE_ORDER = 4
+    ROUTE_WEIGHTS = 5
+    TOKENS = 6
+    TOKENS_X = 7
+    ROWS = 8
+    ROUTE_GRADS = 9
+    LAUNCH = 10
+    TICKETS = 11
+    COUNTERS = 12
+    ALL_CLASS_COUNTS = 13
+    EXPERT_OFFSETS = 14
+    ROW_SOURCES = 15
+    ROW_ROUTES = 16
+    ROW_WEIGHTS = 17
+    ROW_TILES = 18
+    SEGMENTS = 19
+    MINIBATCH_ENDS = 20
+    EXPERT_TILES = 21
+    TASKS = 22
+    X_RING = 23
+    A_RING = 24
+    DY_ROWS = 25
+    X_ROWS = 26
+    SCALED_A = 27
+    DH = 28
+    PARTIALS = 29
