@@ -97,7 +97,7 @@ inline constexpr Edge kEdges[] = {
     {Counter::kAReady,      Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
     {Counter::kARead,       Role::kCompute, Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, true,  false, Scope::kGpu,    kLoadsDone,  kNoFence},
     {Counter::kDhReady,     Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
-    {Counter::kDhReady,     Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    {Counter::kDhReady,     Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     {Counter::kExpertDh,    Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
     // Rows and dS stored to the home ranks, and pulls that have finished reading peers: the closing task passes both on
     // (release and acquire are transitive, also from gpu to system scope).
