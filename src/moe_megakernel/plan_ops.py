@@ -7,6 +7,9 @@ in PyTorch, and `plan` says in words that it needs the library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -73,10 +76,11 @@ def _plan_edges(like: Tensor) -> Tensor:
     return like.new_empty(_unknown(), NUM_EDGE_FIELDS, dtype=torch.int64)
 
 
-for _name, _function in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "merge_rows": _merge_rows,
     "plan_tables": _plan_tables,
     "plan_layout": _plan_layout,
     "plan_edges": _plan_edges,
-}.items():
+}
+for _name, _function in _FAKES.items():
     torch.library.register_fake(f"moe::{_name}", _function, lib=lib)
