@@ -2,7 +2,7 @@
 
 The `collective` transport: one all-gather of class counts and one all-to-all per kind of row; host memory for gloo,
 device memory for NCCL. `RowPlan` turns the counts into splits and into the row order that does not depend on the
-number of ranks.
+number of ranks: by `moe::merge_rows`, the code that kernels share, or by its twin in PyTorch without the library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _native
 from ..config import get_timeout
 from ..errors import MoEError
 from ..reference.route import TOKEN_CLASSES
@@ -46,15 +47,32 @@ class RowPlan:
 def plan_rows(counts: Tensor, starts: list[int], rank: int) -> RowPlan:
     """Builds the row plan of one rank from all ranks' class counts.
 
-    The receive buffer holds, rank after rank, the sender's order (expert, t mod 64, t div 64, k) with its local t.
-    Rows are wanted by (expert, g mod 64, g div 64, k) with the global token index g = start of the rank + t. A class
-    of g on a rank is one class of its t, and ranks hold ascending g, so whole (rank, expert, class) blocks are
-    permuted.
-
     Args:
         counts: integer [W, E, 64] on CPU, routes per rank, expert and t mod 64.
         starts: global index of each rank's first token.
         rank: this rank.
+    """
+    return _plan_rows_native(counts, starts, rank) if _native.load() else plan_rows_in_torch(counts, starts, rank)
+
+
+def _plan_rows_native(counts: Tensor, starts: list[int], rank: int) -> RowPlan:
+    """`plan_rows` by `moe::merge_rows`, which names each row by its position in the sender's whole route order."""
+    counts = counts.to(torch.int32).contiguous()
+    offsets, sources, send, receive = torch.ops.moe.merge_rows(counts, torch.tensor(starts), rank)
+    ranks, num_experts, _ = counts.shape
+    first_sent = counts[:, : expert_range(num_experts, rank, ranks).start].sum((1, 2))
+    begin = receive.cumsum(0) - receive - first_sent
+    row_order = begin[sources[:, 0].long()] + sources[:, 1]
+    return RowPlan(send.tolist(), receive.tolist(), offsets.to(torch.int32), row_order.to(torch.int32))
+
+
+def plan_rows_in_torch(counts: Tensor, starts: list[int], rank: int) -> RowPlan:
+    """`plan_rows` in PyTorch.
+
+    The receive buffer holds, rank after rank, the sender's order (expert, t mod 64, t div 64, k) with its local t.
+    Rows are wanted by (expert, g mod 64, g div 64, k) with the global token index g = start of the rank + t. A class
+    of g on a rank is one class of its t, and ranks hold ascending g, so whole (rank, expert, class) blocks are
+    permuted.
     """
     ranks, num_experts, _ = counts.shape
     counts = counts.long()
