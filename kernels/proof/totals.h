@@ -1,0 +1,43 @@
+// What every counter must have come to when a launch has ended, counted from the plan's tiles and not from its waits.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/plan/dependencies.h"
+
+namespace moe::proof {
+
+// Total of element `index` of a counter over one launch; for flags the generation that they are set to.
+inline std::int64_t expected_total(const Plan& plan, Counter counter, std::int64_t index) {
+  const bool forward = plan.direction == Direction::kForward;
+  const bool per_tile = counter == Counter::kXReady || counter == Counter::kXRead || counter == Counter::kAReady ||
+                        counter == Counter::kARead || counter == Counter::kDyReady || counter == Counter::kDhReady;
+  if (per_tile && index >= plan.counts.tiles) return 0;
+  switch (counter) {
+    case Counter::kXReady:
+      return forward ? filled_pieces(plan.tables.tiles[index], plan.tiling) : 0;
+    case Counter::kXRead:
+    case Counter::kAReady:
+      return forward ? plan.columns(TaskKind::kGateUp) : 0;
+    case Counter::kARead:
+      return forward ? plan.columns(TaskKind::kDown) : 0;
+    case Counter::kDyReady:
+      return forward ? 0 : filled_pieces(plan.tables.tiles[index], plan.tiling);
+    case Counter::kDhReady:
+      return forward ? 0 : plan.columns(TaskKind::kDownDgrad);
+    case Counter::kExpertDh:
+      return forward ? 0 : expert_tiles(plan, index) * plan.columns(TaskKind::kDownDgrad);
+    case Counter::kExpertDy:
+      return !forward && plan.needs.w_down ? expert_pieces(plan, index) : 0;
+    case Counter::kExpertX:
+      return !forward && plan.needs.w_gate_up ? expert_pieces(plan, index) : 0;
+    case Counter::kStored:
+      return total_stored(plan);
+    case Counter::kPulled:
+      return total_pieces(plan);
+    default:
+      return plan.generation;
+  }
+}
+
+}  // namespace moe::proof
