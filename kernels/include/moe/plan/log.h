@@ -8,16 +8,17 @@
 namespace moe {
 
 enum class LogEvent : std::int32_t {
-  kClaim = 0,  // counter: 0 compute stream, 1 pull stream; index: ticket
+  kClaim = 0,  // counter: 0 compute stream, 1 pull stream; index: ticket. Not for tickets past the end
   kWait = 1,   // a wait was met: counter, index, value = what was seen
-  kRaise = 2,  // counter, index, value = what was added (flags: set)
+  kRaise = 2,  // counter, index, value = what was added (flags: set). Flags of peers: index is the rank that they are
+               // set on
 };
 
 struct LogRecord {
   std::int32_t block;    // of the launch
   std::int32_t role;     // Role
   std::int32_t event;    // LogEvent
-  std::int32_t task;     // ticket the agent works on
+  std::int32_t task;     // ticket the agent works on; -1 in the plan task and for the wait that a role starts with
   std::int32_t counter;  // Counter, or stream
   std::int32_t index;
   std::int64_t value;
