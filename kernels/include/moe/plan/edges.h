@@ -10,8 +10,10 @@
 //  - between a generic write and an async access of the same memory stands `fence.proxy.async`, by the writing thread
 //    before its release or by the reading thread after its acquire.
 //
-// An edge carries no more fences than it needs. Inside a block, what one role has acquired is passed to the others by
-// the shared-memory barriers between them: a compute role reads behind the waits of the load role of its task.
+// Device code looks edges up in constant expressions only (`constexpr auto fences = raise_fences(...)`): the table is a
+// host object. An edge carries no more fences than it needs. Inside a block, what one role has acquired is passed to
+// the others by the shared-memory barriers between them: a compute role reads behind the waits of the load role of its
+// task.
 #pragma once
 
 #include <cstdint>
