@@ -114,6 +114,13 @@ void read_pieces(World& world, const Agent& agent, Accesses& access, PlaceKind k
   }
 }
 
+// A weight gradient sums over the rows of whole tiles, also over those behind the last: they must be there, as zeros.
+void read_whole_tile(World& world, const Agent& agent, Accesses& access, PlaceKind kind, std::int64_t tile) {
+  for (std::int64_t p = 0; p < pieces_of_tile(world.config.tiling); ++p) {
+    access.read(agent.rank, kind, tile, p, tile_tag(world, agent, tile, p));
+  }
+}
+
 void read_columns(World& world, const Agent& agent, Accesses& access, PlaceKind kind, std::int64_t tile,
                   std::int64_t row) {
   const std::int64_t columns = world.plan(agent).columns(TaskKind::kGateUp);
@@ -145,7 +152,7 @@ void issue_loads(World& world, Agent& agent) {
     case TaskKind::kWgradGateUp:
       for (std::int64_t t = plan.tables.expert_tiles[task.expert]; t < plan.tables.expert_tiles[task.expert + 1]; ++t) {
         const bool down = task.kind == TaskKind::kWgradDown;
-        read_pieces(world, agent, access, down ? PlaceKind::kDyRows : PlaceKind::kXRows, t, t);
+        read_whole_tile(world, agent, access, down ? PlaceKind::kDyRows : PlaceKind::kXRows, t);
         read_columns(world, agent, access, down ? PlaceKind::kScaledA : PlaceKind::kDh, t, t);
       }
       break;
@@ -227,19 +234,26 @@ void pull_rows(World& world, Agent& agent) {
   }
 }
 
-// From staging to the ring or the row buffers, by bulk copies; route numbers and weights beside them by stores.
+// From staging to the ring or the row buffers, by bulk copies; route numbers and weights beside them by stores. In
+// backward the last piece of a tile also clears the rows behind it, see read_whole_tile; nothing else waits for those.
 void place_rows(World& world, Agent& agent) {
   const Plan& plan = world.plan(agent);
   const PullTicket pull = plan.pull_task(agent.ticket);
-  const Tag tag = tile_tag(world, agent, pull.tile, pull.piece);
   Accesses rows(world, agent, true, {world.second_strand(agent), ++agent.second_strand_epoch});
   if (plan.direction == Direction::kForward) {
     if (pull.tile >= plan.schedule.x_slots) ++world.stats.x_reuses;
-    rows.write(agent.rank, PlaceKind::kXRing, pull.tile % plan.schedule.x_slots, pull.piece, tag);
+    rows.write(agent.rank, PlaceKind::kXRing, pull.tile % plan.schedule.x_slots, pull.piece,
+               tile_tag(world, agent, pull.tile, pull.piece));
   } else {
-    rows.write(agent.rank, pull.source == 0 ? PlaceKind::kDyRows : PlaceKind::kXRows, pull.tile, pull.piece, tag);
+    const bool last = pull.piece + 1 == filled_pieces(plan.tables.tiles[pull.tile], plan.tiling);
+    for (std::int64_t p = pull.piece; p < (last ? pieces_of_tile(plan.tiling) : pull.piece + 1); ++p) {
+      rows.write(agent.rank, pull.source == 0 ? PlaceKind::kDyRows : PlaceKind::kXRows, pull.tile, p,
+                 tile_tag(world, agent, pull.tile, p));
+    }
   }
-  if (pull.source == 0) generic(world, agent).write(agent.rank, PlaceKind::kRowTable, pull.tile, pull.piece, tag);
+  if (pull.source != 0) return;
+  generic(world, agent)
+      .write(agent.rank, PlaceKind::kRowTable, pull.tile, pull.piece, tile_tag(world, agent, pull.tile, pull.piece));
 }
 
 // Every row of a token must have come from the expert that its route names, in this launch.

@@ -5,8 +5,9 @@
 #include <utility>
 
 #include "proof/accesses.h"
+#include "proof/lifecycle.h"
 #include "proof/programs.h"
-#include "proof/totals.h"
+#include "proof/protocol.h"
 
 namespace moe::proof {
 namespace {
@@ -18,7 +19,6 @@ class Explorer {
         world_(options.config, options.explore, options.launches, options.seed, options.fault),
         scheduler_(options.policy, world_.agents, world_.num_ranks(), options.seed),
         log_(log),
-        released_(world_.num_strands()),
         places_(world_.agents.size(), -1) {
     Random random(options.seed ^ 0xA0761D6478BD642Fu);
     raises_before_drop_ = random.below(3);
@@ -81,65 +81,83 @@ class Explorer {
   // -- one step: false where the agent must wait; then nothing has changed --------------------------------------------
 
   bool step(Agent& agent) {
-    if (agent.next == agent.ops.size()) {
-      agent.ops.clear();
-      agent.next = 0;
-      if (agent.block >= 0 && agent.actor != Actor::kPlan && agent.position >= 0) check_planned(agent, "a ticket");
-      const bool able = refill(world_, agent, claimed_);
-      if (!able) world_.cluster(agent).waiting.push_back(agent.id);
-      return able;
-    }
+    if (agent.next == agent.ops.size()) return take_work(agent);
     const Op op = agent.ops[agent.next];
-    Cluster* cluster = agent.block >= 0 && agent.actor != Actor::kPlan ? &world_.cluster(agent) : nullptr;
-    const auto block = static_cast<std::size_t>(agent.block >= 0 ? agent.block % 2 : 0);
+    if (op.kind == OpKind::kAcquire && !is_met(world_, op)) {
+      // A pulling warp completes and raises what it has in flight before it waits.
+      const bool flushes = !agent.in_flight.empty() && !world_.fault.is(FaultKind::kPullWithoutFlush);
+      if (flushes) insert_flush(agent, 0);
+      if (!flushes) world_.cell(op.owner, op.counter, op.index).waiting.push_back(agent.id);
+      return flushes;
+    }
+    if (op.kind == OpKind::kJoinLoads && !loads_landed(agent)) {
+      world_.cluster(agent).waiting.push_back(agent.id);
+      return false;
+    }
+    if (op.kind == OpKind::kEnd && world_.rank(agent).running > 0) return false;
+    do_accesses(world_, agent, op);
+    do_step(agent, op);
+    ++agent.next;
+    return true;
+  }
+
+  bool take_work(Agent& agent) {
+    agent.ops.clear();
+    agent.next = 0;
+    if (agent.block >= 0 && agent.actor != Actor::kPlan && agent.position >= 0) {
+      check_planned(world_, agent, "a ticket");
+    }
+    const bool able = refill(world_, agent, claimed_);
+    if (!able) world_.cluster(agent).waiting.push_back(agent.id);
+    return able;
+  }
+
+  // What a step does beside its accesses.
+  void do_step(Agent& agent, const Op& op) {
+    const auto block = static_cast<std::size_t>(agent.block % 2);
     switch (op.kind) {
       case OpKind::kAcquire:
-        if (!acquire(agent, op)) return false;
+        acquire(world_, agent, op);
+        write_log(agent, LogEvent::kWait, op, world_.cell(op.owner, op.counter, op.index).value);
         break;
       case OpKind::kRelease:
-        release(agent, op);
+        if (world_.fault.drops(op.counter) && raises_before_drop_-- == 0) break;
+        release(world_, agent, op);
+        write_log(agent, LogEvent::kRaise, op, op.value);
+        wake_all(world_.cell(op.owner, op.counter, op.index).waiting);
         break;
       case OpKind::kStart:
-        start(agent);
+        start_launch(world_, agent);
+        for (std::int32_t i = 1; i <= world_.agents_per_launch(); ++i) wake(agent.id + i);
+        start_log(agent);
         break;
       case OpKind::kEnd:
-        if (world_.rank(agent).running > 0) return false;
-        end(agent);
+        end_launch(world_, agent);
         break;
       case OpKind::kBuild:
-        zero_counters(agent);
-        do_accesses(world_, agent, op);
+        zero_counters(world_, agent);
         break;
-      case OpKind::kIssueLoads: {
-        do_accesses(world_, agent, op);
-        Arrival& arrival = arrival_at(*cluster, block, agent.position);
-        arrival.clock = agent.clock();
-        arrival.loads = {world_.first_strand(agent), agent.first_strand_epoch};
-        agent.clock().tick(agent.strand);  // the barrier's arrival releases
+      case OpKind::kIssueLoads:
+        arrive(agent);
         break;
-      }
       case OpKind::kLandLoads:
-        cluster->loaded[block] = ++agent.position;
-        wake_all(cluster->waiting);
+        world_.cluster(agent).loaded[block] = ++agent.position;
+        wake_all(world_.cluster(agent).waiting);
         break;
       case OpKind::kJoinLoads:
-        if (cluster->loaded[0] <= agent.position || cluster->loaded[1] <= agent.position) {
-          cluster->waiting.push_back(agent.id);
-          return false;
-        }
-        join_loads(agent, *cluster, block);
+        join_loads(agent);
         break;
       case OpKind::kFinishTask:
         fold(agent);
-        count_computed(agent);
-        cluster->computed[block] = ++agent.position;
-        wake_all(cluster->waiting);
+        ++world_.rank(agent).computed[static_cast<std::size_t>(2 * agent.ticket + agent.block % 2)];
+        world_.stats.tasks += agent.block % 2 == 0 ? 1 : 0;
+        world_.cluster(agent).computed[block] = ++agent.position;
+        wake_all(world_.cluster(agent).waiting);
         break;
       case OpKind::kPlaceRows:
-        do_accesses(world_, agent, op);
         agent.in_flight.push_back(agent.ticket);
         ++world_.stats.pieces;
-        if (static_cast<std::int64_t>(agent.in_flight.size()) >= world_.options.pull_batch) flush(agent, 1);
+        if (static_cast<std::int64_t>(agent.in_flight.size()) >= world_.options.pull_batch) insert_flush(agent, 1);
         break;
       case OpKind::kCompletePulls:
         agent.pending.push_back({{world_.first_strand(agent), agent.first_strand_epoch}, kLoadsDone});
@@ -149,32 +167,42 @@ class Explorer {
         fold(agent);
         break;
       case OpKind::kCombine:
-        do_accesses(world_, agent, op);
         ++world_.rank(agent).pulled[static_cast<std::size_t>(op.ticket)];
         ++world_.stats.combines;
         break;
       default:
-        do_accesses(world_, agent, op);
-    }
-    ++agent.next;
-    return true;
-  }
-
-  Arrival& arrival_at(Cluster& cluster, std::size_t block, std::int64_t position) {
-    std::vector<Arrival>& arrivals = cluster.arrivals[block];
-    return arrivals[static_cast<std::size_t>(position) % arrivals.size()];
-  }
-
-  // Both blocks' copies have landed in this block's shared memory; the knowledge of its own load role came with the
-  // barrier.
-  void join_loads(Agent& agent, Cluster& cluster, std::size_t block) {
-    agent.clock().merge(arrival_at(cluster, block, agent.position).clock);
-    for (std::size_t b = 0; b < 2; ++b) {
-      agent.pending.push_back({arrival_at(cluster, b, agent.position).loads, kLoadsDone});
+        break;
     }
   }
 
-  void flush(Agent& agent, std::size_t after) {
+  // -- between the roles of a block -----------------------------------------------------------------------------------
+
+  Arrival& arrival_at(const Agent& agent, std::size_t block) {
+    std::vector<Arrival>& arrivals = world_.cluster(agent).arrivals[block];
+    return arrivals[static_cast<std::size_t>(agent.position) % arrivals.size()];
+  }
+
+  // Load arrives at the barrier of its block, which releases; its copies arrive later.
+  void arrive(Agent& agent) {
+    Arrival& arrival = arrival_at(agent, static_cast<std::size_t>(agent.block % 2));
+    arrival.clock = agent.clock();
+    arrival.loads = {world_.first_strand(agent), agent.first_strand_epoch};
+    agent.clock().tick(agent.strand);
+  }
+
+  bool loads_landed(const Agent& agent) {
+    const Cluster& cluster = world_.cluster(agent);
+    return cluster.loaded[0] > agent.position && cluster.loaded[1] > agent.position;
+  }
+
+  // Both blocks' copies have landed in this block's shared memory; what its own load role knew came with the barrier.
+  void join_loads(Agent& agent) {
+    agent.clock().merge(arrival_at(agent, static_cast<std::size_t>(agent.block % 2)).clock);
+    for (std::size_t b = 0; b < 2; ++b) agent.pending.push_back({arrival_at(agent, b).loads, kLoadsDone});
+  }
+
+  // Puts the completion and the raises of all pieces in flight `after` steps from here.
+  void insert_flush(Agent& agent, std::size_t after) {
     const std::vector<Op> steps = flush_steps(world_, agent);
     agent.ops.insert(agent.ops.begin() + static_cast<std::ptrdiff_t>(agent.next + after), steps.begin(), steps.end());
   }
@@ -182,164 +210,6 @@ class Explorer {
   void fold(Agent& agent) {
     for (const Pending& pending : agent.pending) agent.clock().note(pending.stamp);
     agent.pending.clear();
-  }
-
-  // -- the protocol ---------------------------------------------------------------------------------------------------
-
-  // Tickets, tables and counters are touched only after the plan task has made or zeroed them for this launch.
-  void check_planned(const Agent& agent, const char* what) {
-    const Location& tables = world_.grid(agent.rank, PlaceKind::kTables).at(0, 0);
-    if (tables.tag == make_tag(world_.generation(agent), 0, 0) && agent.knowledge.ordered(tables.written, false))
-      return;
-    throw Violation("race: rank " + std::to_string(agent.rank) + " block " + std::to_string(agent.block) + " " +
-                    kRoleNames[static_cast<std::size_t>(agent.actor)] + " (launch " +
-                    std::to_string(world_.generation(agent)) + ") touches " + what +
-                    ", which is not ordered after the plan task has set it up");
-  }
-
-  bool acquire(Agent& agent, const Op& op) {
-    Cell& cell = world_.cell(op.owner, op.counter, op.index);
-    if (cell.value < op.value) {
-      // A pulling warp completes and raises what it has in flight before it waits.
-      if (!agent.in_flight.empty() && !world_.fault.is(FaultKind::kPullWithoutFlush)) {
-        flush(agent, 0);
-        --agent.next;  // step() moves on to the first of the steps put in
-        return true;
-      }
-      cell.waiting.push_back(agent.id);
-      return false;
-    }
-    const Edge* edge = world_.protocol.edge(op.counter, agent.role());
-    if (edge == nullptr)
-      throw Violation("edge: " + world_.who(agent) + " waits for " + name(op.counter) + " without one");
-    if (!counter_is_flag(op.counter)) check_planned(agent, kCounterNames[static_cast<std::size_t>(op.counter)]);
-    const bool reaches = (cell.system_scope && edge->scope == Scope::kSystem) || cell.raiser == agent.rank;
-    if (cell.touched && reaches) agent.clock().merge(cell.clock);
-    if ((edge->waiter_fences & kProxyFence) != 0) agent.knowledge.fence();
-    write_log(agent, LogEvent::kWait, op.ticket, static_cast<std::int64_t>(op.counter), op.index, cell.value);
-    return true;
-  }
-
-  void release(Agent& agent, const Op& op) {
-    if (world_.fault.is(FaultKind::kDropRaise) && world_.fault.hits(op.counter) && raises_before_drop_-- == 0) return;
-    const Role role = agent.role();
-    if (!world_.protocol.raises(op.counter, role)) {
-      throw Violation("edge: " + world_.who(agent) + " raises " + name(op.counter) + " without one");
-    }
-    if (!counter_is_flag(op.counter)) check_planned(agent, kCounterNames[static_cast<std::size_t>(op.counter)]);
-    // Fences stand for this raise alone: a kernel may raise by several threads at once.
-    const std::int32_t fences = world_.protocol.raise_fences(op.counter, role);
-    released_ = agent.clock();
-    for (const Pending& pending : agent.pending) {
-      if ((pending.fence & fences) != 0) released_.note(pending.stamp);
-    }
-    if ((fences & kProxyFence) != 0) released_.fence_writes(agent.strand);
-    agent.clock().tick(agent.strand);
-
-    Cell& cell = world_.cell(op.owner, op.counter, op.index);
-    cell.system_scope = world_.protocol.raises_at_system_scope(op.counter, role);
-    cell.raiser = agent.rank;
-    cell.touched = true;
-    if (counter_is_flag(op.counter)) {
-      cell.value = op.value;
-      cell.clock = released_;
-    } else {
-      cell.value += op.value;
-      cell.clock.merge(released_);
-      const std::int64_t total = expected_total(world_.plan(agent), op.counter, op.index);
-      if (cell.value > total) {
-        throw Violation("counter: " + world_.who(agent) + " raises " +
-                        world_.cell_text(op.owner, op.counter, op.index) + " to " + std::to_string(cell.value) +
-                        ", above its total " + std::to_string(total));
-      }
-    }
-    const std::int64_t logged = counter_crosses_ranks(op.counter) ? op.owner : op.index;
-    write_log(agent, LogEvent::kRaise, op.ticket, static_cast<std::int64_t>(op.counter), logged, op.value);
-    wake_all(cell.waiting);
-  }
-
-  // -- launches -------------------------------------------------------------------------------------------------------
-
-  // All agents of the rank begin, knowing what the stream knows: a kernel boundary orders everything, proxies too.
-  void start(Agent& stream) {
-    RankState& rank = world_.rank(stream);
-    ++rank.launch;
-    rank.running = 1 + 3 * world_.num_blocks();
-    for (Cluster& cluster : rank.clusters) {
-      cluster.tickets.clear();
-      cluster.loaded = {0, 0};
-      cluster.computed = {0, 0};
-    }
-    for (std::int64_t i = 1; i <= rank.running; ++i) {
-      Agent& agent = world_.agents[static_cast<std::size_t>(stream.id + i)];
-      agent.knowledge = {stream.clock(), stream.clock()};
-      agent.clock().tick(agent.strand);
-      agent.position = agent.actor == Actor::kPlan ? 0 : -1;
-      agent.ticket = -1;
-      agent.finished = false;
-      wake(agent.id);
-    }
-    stream.clock().tick(stream.strand);
-    start_log(stream);
-  }
-
-  void end(Agent& stream) {
-    check_totals(stream);
-    const std::int64_t agents = 1 + 3 * world_.num_blocks();
-    for (std::int64_t i = 1; i <= agents; ++i) {
-      const Agent& agent = world_.agents[static_cast<std::size_t>(stream.id + i)];
-      stream.clock().merge(agent.clock());
-      if (agent.first_strand_epoch > 0) stream.clock().note({world_.first_strand(agent), agent.first_strand_epoch});
-      if (agent.second_strand_epoch > 0) stream.clock().note({world_.second_strand(agent), agent.second_strand_epoch});
-    }
-    ++world_.stats.launches;
-  }
-
-  void zero_counters(const Agent& plan) {
-    RankState& rank = world_.rank(plan);
-    for (std::size_t c = 0; c < rank.cells.size(); ++c) {
-      if (counter_is_flag(static_cast<Counter>(c))) continue;
-      for (Cell& cell : rank.cells[c]) {
-        cell.value = 0;
-        if (std::exchange(cell.touched, false)) cell.clock.clear();
-      }
-    }
-    rank.compute_tickets = 0;
-    rank.pull_tickets = 0;
-    rank.computed.assign(static_cast<std::size_t>(2 * world_.plan(plan).num_tasks), 0);
-    rank.pulled.assign(static_cast<std::size_t>(world_.plan(plan).num_pull_tickets()), 0);
-  }
-
-  void count_computed(const Agent& agent) {
-    ++world_.rank(agent).computed[static_cast<std::size_t>(2 * agent.ticket + agent.block % 2)];
-    world_.stats.tasks += agent.block % 2 == 0 ? 1 : 0;
-  }
-
-  void check_totals(const Agent& stream) {
-    const RankState& rank = world_.rank(stream);
-    const std::string where =
-        " of rank " + std::to_string(stream.rank) + ", launch " + std::to_string(world_.generation(stream));
-    for (std::size_t i = 0; i < rank.computed.size(); ++i) {
-      if (rank.computed[i] == 1) continue;
-      throw Violation("task: ticket " + std::to_string(i / 2) + " block " + std::to_string(i % 2) + where + " ran " +
-                      std::to_string(rank.computed[i]) + " times");
-    }
-    for (std::size_t i = 0; i < rank.pulled.size(); ++i) {
-      if (rank.pulled[i] == 1) continue;
-      throw Violation("task: pull ticket " + std::to_string(i) + where + " ran " + std::to_string(rank.pulled[i]) +
-                      " times");
-    }
-    const Plan& plan = world_.plan(stream);
-    for (std::size_t c = 0; c < rank.cells.size(); ++c) {
-      const auto counter = static_cast<Counter>(c);
-      if (counter_is_flag(counter)) continue;
-      for (std::size_t i = 0; i < rank.cells[c].size(); ++i) {
-        const std::int64_t total = expected_total(plan, counter, static_cast<std::int64_t>(i));
-        if (rank.cells[c][i].value == total) continue;
-        throw Violation("counter: " + name(counter) + "[" + std::to_string(i) + "]" + where + " ends at " +
-                        std::to_string(rank.cells[c][i].value) + ", expected " + std::to_string(total));
-      }
-    }
   }
 
   std::string deadlock_text() {
@@ -361,6 +231,12 @@ class Explorer {
 
   bool logs(const Agent& agent) {
     return log_ != nullptr && agent.rank == options_.log_rank && world_.rank(agent).launch == options_.log_launch;
+  }
+
+  // Raised flags of peers are logged with the rank that they are set on.
+  void write_log(const Agent& agent, LogEvent event, const Op& op, std::int64_t value) {
+    const bool set = event == LogEvent::kRaise && counter_crosses_ranks(op.counter);
+    write_log(agent, event, op.ticket, static_cast<std::int64_t>(op.counter), set ? op.owner : op.index, value);
   }
 
   void write_log(const Agent& agent, LogEvent event, std::int64_t ticket, std::int64_t counter, std::int64_t index,
@@ -389,7 +265,6 @@ class Explorer {
   World world_;
   Scheduler scheduler_;
   RunLog* log_;
-  Clock released_;
   ClaimListener claimed_;
   std::int64_t raises_before_drop_ = 0;
   std::vector<std::int32_t> able_;

@@ -57,6 +57,7 @@ struct Fault {
 
   bool is(FaultKind other) const { return kind == other; }
   bool hits(Counter c) const { return counter < 0 || counter == static_cast<std::int64_t>(c); }
+  bool drops(Counter c) const { return is(FaultKind::kDropRaise) && hits(c); }
   bool skips(Counter c, Role waiter) const {
     return is(FaultKind::kSkipWait) && hits(c) && role == static_cast<std::int64_t>(waiter);
   }

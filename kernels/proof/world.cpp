@@ -31,7 +31,8 @@ World::World(const PlanConfig& given, const ExploreOptions& chosen, std::int64_t
       options(chosen),
       fault(seeded),
       protocol(seeded),
-      launches(make_launches(given, chosen, num_launches, seed, seeded)) {
+      launches(make_launches(given, chosen, num_launches, seed, seeded)),
+      published(num_strands()) {
   ranks.resize(static_cast<std::size_t>(num_ranks()));
   for (std::int64_t r = 0; r < num_ranks(); ++r) {
     make_rank(r);

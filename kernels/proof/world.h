@@ -145,9 +145,11 @@ class World {
   std::vector<RankState> ranks;
   std::vector<Agent> agents;
   Stats stats;
+  Clock published;  // scratch of a raise
 
   std::int64_t num_ranks() const { return config.problem.num_ranks; }
   std::int64_t num_blocks() const { return 2 * options.clusters; }
+  std::int64_t agents_per_launch() const { return 1 + 3 * num_blocks(); }
   RankState& rank(std::int64_t r) { return ranks[static_cast<std::size_t>(r)]; }
   RankState& rank(const Agent& agent) { return rank(agent.rank); }
   Cluster& cluster(const Agent& agent) { return rank(agent).clusters[static_cast<std::size_t>(agent.block / 2)]; }
