@@ -151,6 +151,22 @@ void test_random_plans() {
   }
 }
 
+// The largest values that every field may have alone are refused together without an overflow on the way.
+void test_largest_config() {
+  std::int64_t values[moe::kNumConfigFields];
+  for (std::int64_t i = 0; i < moe::kNumConfigFields; ++i) values[i] = moe::kConfigFields[i].most;
+  MOE_CHECK_EQUAL(moe::config_fault(values), std::string());
+  const std::int64_t top = moe::kMaxIndex, extent = moe::kMaxExtent;
+  moe::PlanConfig config{{1, 0, moe::kMaxExperts, 1, extent, extent, 1, top, top}, {128, 1, 16, 16, 128, 1}, {}};
+  config.schedule = {extent, extent, extent, extent, extent, extent, 0};
+  MOE_CHECK_EQUAL(moe::config_fault(config).find("expected tiles large enough"), std::size_t{0});
+  config.tiling = {extent, extent, extent, extent, 128, 64};
+  MOE_CHECK_EQUAL(moe::config_fault(config), std::string());
+  MOE_CHECK_EQUAL(moe::workspace_bytes(true, config.problem, config.tiling, config.schedule, 8) > 0, true);
+  MOE_CHECK_EQUAL(moe::workspace_bytes(false, config.problem, config.tiling, config.schedule, 8) > 0, true);
+  MOE_CHECK_EQUAL(moe::ring_bound(config.problem, config.tiling, config.schedule).x_slots, 2);
+}
+
 // A plan keeps its tables when it is moved.
 void test_plans_move() {
   std::mt19937_64 random(4);
@@ -174,6 +190,7 @@ int main() {
   test_rules_of_fences();
   test_edges_are_found();
   test_random_plans();
+  test_largest_config();
   test_plans_move();
   return moe_test::exit_status();
 }

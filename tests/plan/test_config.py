@@ -53,8 +53,8 @@ def case() -> Case:
         ("act_columns", 64, r"act_columns a multiple of 128 in \[128, 1048576\], got 64"),
         ("act_columns", 200, r"act_columns a multiple of 128 in \[128, 1048576\], got 200"),
         ("hidden_columns", 0, r"hidden_columns in \[1, 1048576\], got 0"),
-        ("wgrad_rows", 0, r"wgrad_rows in \[1, 1048576\], got 0"),
-        ("wgrad_columns", 0, r"wgrad_columns in \[1, 1048576\], got 0"),
+        ("wgrad_rows", 0, r"wgrad_rows in \[16, 1048576\], got 0"),
+        ("wgrad_columns", 0, r"wgrad_columns in \[16, 1048576\], got 0"),
         ("piece_rows", 0, r"piece_rows in \[1, 128\], got 0"),
         ("piece_rows", 48, "piece_rows a divisor of 128, got 48"),
         ("piece_rows", 256, r"piece_rows in \[1, 128\], got 256"),
@@ -79,6 +79,12 @@ def test_refused_fields(case: Case, field: str, value: int, expected: str) -> No
 def test_too_many_tasks(case: Case) -> None:
     config = changed(case.config, hidden=2**20, hidden_columns=1, row_capacity=BIG)
     with pytest.raises(RuntimeError, match=rf"config: expected tiles large enough for at most {BIG} tasks, got \d+"):
+        make_plan(config, case.class_counts, case.tokens)
+
+
+def test_too_many_pull_tickets(case: Case) -> None:
+    config = changed(case.config, piece_rows=1, row_capacity=BIG)
+    with pytest.raises(RuntimeError, match=rf"config: expected piece_rows large enough for at most {BIG} pull tick"):
         make_plan(config, case.class_counts, case.tokens)
 
 

@@ -29,7 +29,7 @@ struct ConfigField {
   std::int64_t unit;
 };
 
-inline constexpr std::int64_t kMaxExtent = std::int64_t{1} << 20;  // of H, I, tiles: keeps every product in 63 bits
+inline constexpr std::int64_t kMaxExtent = std::int64_t{1} << 20;  // of H, I, tiles: no product leaves 63 bits
 inline constexpr std::int64_t kMaxIndex = std::numeric_limits<std::int32_t>::max();
 
 // In the order of PlanConfig. Slots may be 0: as many as are needed.
@@ -45,8 +45,8 @@ inline constexpr ConfigField kConfigFields[] = {
     {"row_capacity", 0, kMaxIndex, 1},
     {"act_columns", kPartialColumns, kMaxExtent, kPartialColumns},
     {"hidden_columns", 1, kMaxExtent, 1},
-    {"wgrad_rows", 1, kMaxExtent, 1},
-    {"wgrad_columns", 1, kMaxExtent, 1},
+    {"wgrad_rows", 16, kMaxExtent, 1},
+    {"wgrad_columns", 16, kMaxExtent, 1},
     {"piece_rows", 1, kRowTile, 1},
     {"combine_tokens", 1, kMaxIndex, 1},
     {"num_clusters", 1, kMaxExtent, 1},
@@ -93,6 +93,11 @@ inline std::string config_fault(const PlanConfig& config) {
   const std::int64_t backward = max_tasks(Direction::kBackward, p, config.tiling);
   const std::int64_t tasks = forward > backward ? forward : backward;
   if (tasks > kMaxIndex) return fault("tiles large enough for at most " + std::to_string(kMaxIndex) + " tasks", tasks);
+  const std::int64_t pulls = 2 * p.max_row_tiles() * pieces_of_tile(config.tiling) +
+                             combine_tasks(Direction::kForward, {}, p.max_tokens, config.tiling);
+  if (pulls > kMaxIndex) {
+    return fault("piece_rows large enough for at most " + std::to_string(kMaxIndex) + " pull tickets", pulls);
+  }
   return "";
 }
 
