@@ -103,6 +103,28 @@ void test_edges_are_found() {
   MOE_CHECK_EQUAL(moe::raise_fences(moe::Counter::kDhReady, moe::Role::kPull), moe::kNoFence);
 }
 
+// Filled pieces and what is cleared behind the last make up the whole tile.
+void test_pieces_of_a_tile() {
+  for (const std::int64_t piece_rows : {1, 8, 32, 128}) {
+    moe::Tiling tiling{};
+    tiling.piece_rows = piece_rows;
+    for (std::int32_t rows = 1; rows <= moe::kRowTile; ++rows) {
+      const moe::RowTile tile{0, 0, rows};
+      std::int64_t moved = 0, cleared = 0, filled = 0;
+      for (std::int64_t piece = 0; piece < moe::pieces_of_tile(tiling); ++piece) {
+        const std::int64_t own = moe::rows_of_piece(tile, piece, tiling);
+        moved += own;
+        filled += own > 0 ? 1 : 0;
+        cleared += moe::rows_to_clear(tile, piece, tiling);
+        MOE_CHECK_EQUAL(own > 0 || moe::rows_to_clear(tile, piece, tiling) == 0, true);
+      }
+      MOE_CHECK_EQUAL(moved, rows);
+      MOE_CHECK_EQUAL(cleared, moe::kRowTile - rows);
+      MOE_CHECK_EQUAL(filled, moe::filled_pieces(tile, tiling));
+    }
+  }
+}
+
 moe::PlanConfig random_config(std::mt19937_64& random) {
   const auto draw = [&](std::int64_t least, std::int64_t most) {
     return least + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(most - least + 1));
@@ -189,6 +211,7 @@ int main() {
   test_gpu_scope_does_not_cross_ranks();
   test_rules_of_fences();
   test_edges_are_found();
+  test_pieces_of_a_tile();
   test_random_plans();
   test_largest_config();
   test_plans_move();

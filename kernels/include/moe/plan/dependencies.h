@@ -177,6 +177,7 @@ MOE_HOST_DEVICE inline Waits piece_waits(const Plan& plan, const PullTicket& pul
   return waits;
 }
 
+// Raises after one piece has landed, in backward with rows_to_clear behind it.
 MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& pull) {
   Raises raises;
   const RowTile& tile = plan.tables.tiles[pull.tile];

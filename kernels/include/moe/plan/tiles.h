@@ -43,6 +43,12 @@ MOE_HOST_DEVICE constexpr std::int64_t filled_pieces(const RowTile& tile, const 
   return ceil_div(tile.rows, t.piece_rows);
 }
 
+// Rows behind the tile's last that the mover of a piece clears in backward: all of them, with the last filled piece.
+// Weight gradients sum over whole tiles, so x and dy must be zero there, as the compute role makes dh and s*a.
+MOE_HOST_DEVICE constexpr std::int64_t rows_to_clear(const RowTile& tile, std::int64_t piece, const Tiling& t) {
+  return piece == filled_pieces(tile, t) - 1 ? kRowTile - tile.rows : 0;
+}
+
 struct TileCounts {
   std::int64_t tiles;
   std::int64_t segments;
