@@ -65,7 +65,7 @@ class Costs:
         return self.hardware.flag_latency + (self.hardware.tile_drain if self.hardware.drain_overlaps else 0.0)
 
     def main_loops(
-        self, kind: np.ndarray, paired: np.ndarray, expert_rows: np.ndarray, sharing: np.ndarray
+        self, kind: np.ndarray, paired: np.ndarray, expert_rows: np.ndarray, sharing: np.ndarray, beside: np.ndarray
     ) -> np.ndarray:
         """[tasks] seconds of the main loop.
 
@@ -74,11 +74,13 @@ class Costs:
             paired: [tasks] 1 where both blocks work on one row tile.
             expert_rows: [tasks] rows of the task's expert on this rank (weight gradients run over them).
             sharing: [tasks] row tiles that use the same weights close in time.
+            beside: [tasks] tasks of the same kind and minibatch: they share the DRAM, wave by wave.
         """
         flops = self._flops(kind, expert_rows)
         dram = self._dram_bytes(kind, paired, expert_rows, sharing)
         rate = self.hardware.flops(self.dtype) / self.hardware.sms  # of one SM; both blocks of a cluster run at once
-        bandwidth = self.hardware.hbm_bandwidth * self.hardware.hbm_achievable / self.clusters
+        wave = beside / np.ceil(beside / self.clusters)  # tasks that run at once
+        bandwidth = self.hardware.hbm_bandwidth * self.hardware.hbm_achievable / wave
         return np.maximum(flops / rate, dram / bandwidth)
 
     def home_bytes(self, kind: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -172,8 +172,8 @@ def _stream(plan: PlanTables, direction: str, costs: Costs, options: Options, ar
 
 
 def _rows_between(counts: np.ndarray, ranks: int) -> np.ndarray:
-    edges = [expert_range(counts.shape[1], rank, ranks).start for rank in range(ranks)]
-    return np.add.reduceat(counts, edges, axis=1).astype(float)
+    owned = [expert_range(counts.shape[1], rank, ranks) for rank in range(ranks)]
+    return np.stack([counts[:, own.start : own.stop].sum(axis=1) for own in owned], axis=1).astype(float)
 
 
 def _step(streams: list[Stream], costs: Costs) -> float:

@@ -61,7 +61,7 @@ def write_memory_map(options: Options, path: Path) -> None:
     _draw(upper, shared, "shared with peers")
     _draw(lower, local, "local")
     lower.set_xlabel("offset, MiB")
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _draw(axes: Any, places: list[tuple[Region, RegionBytes]], title: str) -> None:

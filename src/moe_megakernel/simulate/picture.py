@@ -49,7 +49,7 @@ def write_picture(layers: list[Layer], path: Path, rank: int | None = None) -> N
         if panels == 2:
             _draw_links(axes[panels * index + 1], layer, shown)
         axes[panels * (index + 1) - 1].set_xlabel("microseconds")
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _draw_clusters(axes: Any, layer: Layer, rank: int) -> None:

@@ -115,7 +115,7 @@ def make_stream(plan: PlanTables, costs: Costs, wait_for: str, arriving: float) 
     stream = Stream(
         kind=tasks[:, 0],
         minibatch=numbers.minibatch,
-        main=costs.main_loops(tasks[:, 0], tasks[:, 4], numbers.expert_rows, numbers.sharing),
+        main=costs.main_loops(tasks[:, 0], tasks[:, 4], numbers.expert_rows, numbers.sharing, numbers.beside),
         waits=[tuple(dict.fromkeys(w)) for w in task_waits],
         raises=task_raises,
         home=home.tolist(),
@@ -177,6 +177,8 @@ class _TaskNumbers:
         self.expert_rows = per_expert[expert]
         minibatches = np.append(minibatch_of_tile, -1)
         self.minibatch = minibatches[own]
+        phase = (self.minibatch + 1) * len(TaskKind) + kind
+        self.beside = np.bincount(phase, minlength=1)[phase] if len(phase) else np.zeros(0)
         # Row tiles of the same expert in the same minibatch: they use a weight tile one after the other.
         width = len(per_expert) + 1
         key_of_tile = minibatch_of_tile * width + plan.tiles[:, 0].numpy()
