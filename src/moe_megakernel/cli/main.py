@@ -8,14 +8,16 @@ from __future__ import annotations
 import typer
 
 from .doctor import doctor
+from .simulate import simulate
 from .train import train
 
 app = typer.Typer(
     name="moe-megakernel",
-    help="A mixture-of-experts layer behind one torch operator: train a demo model, inspect this machine.",
+    help="A mixture-of-experts layer behind one torch operator: train a demo model, inspect this machine, simulate GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(train)
 app.command()(doctor)
+app.command()(simulate)
