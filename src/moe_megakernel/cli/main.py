@@ -13,7 +13,7 @@ from .train import train
 
 app = typer.Typer(
     name="moe-megakernel",
-    help="A mixture-of-experts layer behind one torch operator: train a demo model, inspect this machine, simulate GPUs.",
+    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, simulate GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
