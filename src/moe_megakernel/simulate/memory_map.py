@@ -35,9 +35,7 @@ def layout_of(options: Options) -> dict[Region, RegionBytes]:
         row_capacity=rows if options.ranks == 1 else 2 * rows,
     )
     schedule = make_schedule(options, "forward", costs)
-    # Activations: as many slots as any routing needs. Rows: the simulated ring, where there is one.
-    x_slots = schedule.x_slots if schedule.x_slots <= problem.row_capacity else 0
-    schedule = replace(schedule, x_slots=x_slots, a_slots=0)
+    schedule = replace(schedule, x_slots=0, a_slots=0)  # as many as every routing needs
     return make_layout(PlanConfig(problem, costs.tiles, schedule), 2)
 
 
