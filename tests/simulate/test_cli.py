@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from moe_megakernel.cli.main import app
 from typer.testing import CliRunner
+
+from moe_megakernel.cli.main import app
 
 SMALL = ["simulate", "--shape", "qwen3-30b", "--ranks", "4", "--tokens", "64"]
 
