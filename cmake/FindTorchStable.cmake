@@ -33,6 +33,8 @@ endforeach()
 add_library(moe_torch_stable INTERFACE)
 add_library(moe::torch_stable ALIAS moe_torch_stable)
 target_include_directories(moe_torch_stable SYSTEM INTERFACE "${MOE_TORCH_ROOT}/include")
+# Torch's headers name themselves in messages; leave out where this machine keeps them.
+target_compile_options(moe_torch_stable INTERFACE "-ffile-prefix-map=${MOE_TORCH_ROOT}/include/=")
 # 2.10.0.0: the oldest torch on which the binary has to load.
 target_compile_definitions(moe_torch_stable INTERFACE TORCH_TARGET_VERSION=0x020A000000000000)
 # Without a NEEDED entry for each, loading fails on undefined symbols, and the linker drops libtorch.so (it refers to nothing
