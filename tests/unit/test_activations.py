@@ -62,7 +62,7 @@ def test_values(case: dict[str, Any]) -> None:
 
 
 def clamped(h: torch.Tensor, act: Activation) -> torch.Tensor:
-    """h within the limit, with a gradient of 1 at the limit itself; that of `torch.clamp` there became 0 in torch 2.14."""
+    """h within the limit, with a gradient of 1 at the limit itself; `torch.clamp` gives 0 there since torch 2.14."""
     if math.isinf(act.limit):
         return h
     gate, up = h.chunk(2, dim=1)
