@@ -41,19 +41,9 @@ class Needs(NamedTuple):
         """Whether the gradient of the activation is needed on the way."""
         return self.dh or self.topk_weights
 
-    @property
-    def saved_x(self) -> bool:
-        """Whether backward reads x when h was saved."""
-        return self.w_gate_up
-
     def names(self) -> list[str]:
         """Names of the inputs whose gradients are asked for."""
         return [name for name, need in self._asdict().items() if need]
-
-    @property
-    def rows(self) -> bool:
-        """Whether rows or per-row values travel back to the tokens."""
-        return self.x or self.topk_weights
 
 
 @dataclass(frozen=True)
