@@ -23,9 +23,9 @@ class Activation:
     limit: float
 
     def text(self) -> str:
-        """The activation in one line, for messages."""
-        limit = "" if math.isinf(self.limit) else f", limit={self.limit:g}"
-        return f"{self.name}(alpha={self.alpha:g}{limit})" if self.name == "swiglu_oai" or limit else self.name
+        """The activation in one line, to the last digit: ranks compare it, and messages show it."""
+        limit = "" if math.isinf(self.limit) else f", limit={self.limit}"
+        return f"{self.name}(alpha={self.alpha}{limit})" if self.name == "swiglu_oai" or limit else self.name
 
     @property
     def width_factor(self) -> int:
