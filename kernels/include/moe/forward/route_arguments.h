@@ -1,0 +1,29 @@
+// What the host hands to the route kernel, which sorts this rank's routes and builds the plan of the layer's kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/forward/arguments.h"
+#include "moe/forward/plan_memory.h"
+#include "moe/plan/log.h"
+
+namespace moe {
+
+struct RouteArguments {
+  Problem problem;
+  Tiling tiling;
+  Schedule schedule;
+  std::int64_t tokens;  // T
+  TopkIds topk_idx;
+  PlanMemory memory;
+  std::int32_t* saved_expert_offsets;  // [L + 1] output of the op, all -1 if the step is refused
+  StepStatus* status;
+  LogRecord* log;  // or null
+  std::int64_t log_capacity;
+  unsigned long long* log_size;
+};
+
+// The most experts whose counters fit the route kernel's shared memory.
+inline constexpr std::int64_t kMaxRouteExperts = 1024;
+
+}  // namespace moe
