@@ -18,6 +18,7 @@ namespace moe {
 struct PlanSizes {
   TileCounts counts;
   std::int64_t num_tasks;
+  std::int64_t num_gate_up;  // of them, where stages are separate: the first ones
   std::int64_t refused;  // 1: outputs are NaN
   std::int64_t aborted;  // set by a wait that has run out of time: from then on no wait of this launch waits
 };
@@ -25,7 +26,7 @@ struct PlanSizes {
 struct PlanMemory {
   LaunchState* launch;
   PlanSizes* sizes;
-  std::int32_t* tickets;       // stream s at tickets[s * kTicketStride]
+  std::int32_t* tickets;       // counters of claims, kTicketStride apart; zero between launches
   std::int32_t* counters;      // see counter_offset
   std::int32_t* class_counts;  // [W, E, 64], of all ranks
   std::int32_t* route_order;   // [T * K] of this rank: valid routes in row order, then -1
@@ -34,8 +35,12 @@ struct PlanMemory {
   TileTables tables;
   Task* tasks;
 };
-// Tickets lie in cache lines of their own.
+// Tickets lie in cache lines of their own. Both ends of the pull stream have a counter: pieces, and the combine's tokens
+// behind them, which other warps claim.
 inline constexpr std::int64_t kTicketStride = kRegionAlignment / 4;
+inline constexpr std::int64_t kComputeTickets = 0;
+inline constexpr std::int64_t kDispatchTickets = 1;
+inline constexpr std::int64_t kCombineTickets = 2;
 
 // The plan as dependencies.h takes it. Call after the wait for kPlanReady.
 MOE_HOST_DEVICE inline Plan plan_in_memory(const PlanMemory& memory, const Problem& problem, const Tiling& tiling,

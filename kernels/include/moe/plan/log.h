@@ -7,6 +7,13 @@
 
 namespace moe {
 
+// Where tickets come from.
+enum class Stream : std::int32_t {
+  kCompute = 0,  // tickets are indices of Plan::tasks
+  kPull = 1,     // tickets of Plan::pull_task
+  kPlan = 2,     // the plan task, ticket 0
+};
+
 enum class LogEvent : std::int32_t {
   kClaim = 0,  // counter: 0 compute stream, 1 pull stream; index: ticket. Not for tickets past the end
   kWait = 1,   // a wait was met: counter, index, value = what was seen

@@ -8,15 +8,10 @@
 
 #include "moe/plan/dependencies.h"
 #include "moe/plan/edges.h"
+#include "moe/plan/log.h"
 #include "moe/plan/tasks.h"
 
 namespace moe {
-
-enum class Stream : std::int32_t {
-  kCompute = 0,  // tickets are indices of Plan::tasks
-  kPull = 1,     // tickets of Plan::pull_task
-  kPlan = 2,     // the plan task, ticket 0
-};
 
 // A role's wait for the plan, before its first ticket. It stands for that role in every block.
 inline constexpr std::int64_t kBeforeTickets = -1;

@@ -1,0 +1,81 @@
+// The kernel configurations of the forward, as data: what kernels are instantiated from, and a pure function that picks
+// configuration, tiling and schedule for a layer. Plain C++17, tested without a GPU. Who adds a row here adds one file to
+// kernels/forward/instances; docs/adding-a-config.md says how.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/plan/problem.h"
+#include "moe/plan/tiles.h"
+
+namespace moe {
+
+struct ForwardConfig {
+  const char* name;
+  int tile_rows;     // of a block; two warpgroups take half of them each
+  int tile_columns;  // of a block: of o, or of gate and up together
+  int tile_depth;    // columns of both operands in one stage
+  int stages;        // of the operands' ring in shared memory
+  int staging_bytes;  // of one half of the pulling warp's shared memory
+  int producer_registers;
+  int consumer_registers;
+};
+
+inline constexpr ForwardConfig kForwardConfigs[] = {
+    // 128 x 256 beat ping-pong 128 x 128 at every named shape, and two blocks that share a weight tile beat one
+    // (H200, 2026-12). 4 stages of 48 KB and 32 KB of staging fill the 227 KB of a block.
+    {"bf16_128x256x64", 128, 256, 64, 4, 16384, 72, 216},
+};
+inline constexpr int kNumForwardConfigs = static_cast<int>(sizeof(kForwardConfigs) / sizeof(kForwardConfigs[0]));
+
+constexpr bool is_valid(const ForwardConfig& c) {
+  const int stage_bytes = (c.tile_rows + c.tile_columns) * c.tile_depth * 2;
+  const bool fits = c.stages * stage_bytes + 2 * c.staging_bytes + 3072 <= 232448;  // of one block, in bytes
+  const bool registers = (c.producer_registers + 2 * c.consumer_registers) * 128 <= 65536 &&
+                         c.producer_registers % 8 == 0 && c.consumer_registers % 8 == 0;
+  return c.tile_rows == kRowTile && c.tile_columns == 256 && c.tile_depth == 64 && c.stages >= 2 && fits && registers;
+}
+constexpr bool all_valid() {
+  for (const ForwardConfig& config : kForwardConfigs) {
+    if (!is_valid(config)) return false;
+  }
+  return true;
+}
+static_assert(all_valid(), "a forward configuration does not fit a block");
+
+struct ForwardChoice {
+  int config;
+  Tiling tiling;
+  Schedule schedule;
+};
+
+// Never looks at the number of ranks, at T of this rank alone or at the routes: the choice cannot change a result.
+// `num_sms` only sets how many clusters the order is made for.
+constexpr ForwardChoice choose_forward(const Problem& p, bool staged, std::int64_t num_sms) {
+  ForwardChoice choice{};
+  choice.config = 0;
+  const std::int64_t columns = kForwardConfigs[0].tile_columns;
+  Tiling& t = choice.tiling;
+  t.act_columns = p.gated != 0 ? columns / 2 : columns;
+  t.hidden_columns = columns;
+  t.wgrad_rows = 128;
+  t.wgrad_columns = columns;
+  // Pieces of at most 64 KB: small ones start the first tiles early, large ones cost fewer tickets.
+  t.piece_rows = 32;
+  while (t.piece_rows > 4 && t.piece_rows * p.hidden * 2 > 65536) t.piece_rows /= 2;
+  t.combine_tokens = 2;
+  Schedule& s = choice.schedule;
+  s.num_clusters = num_sms / 2;
+  s.waves = 2;
+  s.segment_tiles = 16;
+  s.lag = 1;
+  s.separate_stages = staged ? 1 : 0;
+  const std::int64_t all = p.max_row_tiles() > 0 ? p.max_row_tiles() : 1;
+  const std::int64_t ring = 3 * s.segment_tiles;
+  s.x_slots = staged || all < ring ? all : ring;
+  const std::int64_t bound = ring_bound(p, t, s).a_slots;
+  s.a_slots = bound > 0 ? bound : 1;
+  return choice;
+}
+
+}  // namespace moe

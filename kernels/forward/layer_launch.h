@@ -1,0 +1,31 @@
+// Host side of the layer's kernel: shared memory, cluster, launch. Included by the instances alone; forward/launch.cu sees
+// the declaration of launch_layer in forward/layer_instances.h.
+#pragma once
+
+#include "forward/layer_instances.h"
+#include "forward/layer_kernel.h"
+
+namespace moe::sm90 {
+
+template <int kConfig>
+cudaError_t launch_layer(const ForwardParams& params, int blocks, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(SharedStorage<kConfig>));
+  static_assert(kBytes <= 232448, "a block has 227 KB of shared memory");
+  // Once per device would do; it costs less than a microsecond and needs no state.
+  cudaError_t error =
+      cudaFuncSetAttribute(layer_kernel<kConfig>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {2, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, layer_kernel<kConfig>, params);
+}
+
+}  // namespace moe::sm90

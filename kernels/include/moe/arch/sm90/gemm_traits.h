@@ -1,0 +1,84 @@
+// Shapes, shared-memory layouts and the tensor-core instruction of one forward configuration. Everything that the load
+// and compute roles of the two GEMMs share; composed from CuTe. See cutlass_configs/forward.h for the numbers.
+#pragma once
+
+#include <cstdint>
+
+#include "cute/tensor.hpp"
+#include "cutlass/bfloat16.h"
+#include "cutlass/pipeline/sm90_pipeline.hpp"
+#include "cutlass_configs/forward.h"
+#include "moe/arch/sm90/barrier.h"
+#include "moe/plan/dependencies.h"
+
+namespace moe::sm90 {
+
+template <int kConfig>
+struct GemmTraits {
+  static constexpr ForwardConfig kShape = kForwardConfigs[kConfig];
+  static constexpr int kRows = kShape.tile_rows;
+  static constexpr int kColumns = kShape.tile_columns;
+  static constexpr int kDepth = kShape.tile_depth;
+  static constexpr int kStages = kShape.stages;
+  static constexpr int kHalfColumns = kColumns / 2;  // of one weight box: gate or up, or half of o's columns
+  static constexpr int kHalfRows = kRows / 2;        // of one row box, and of a warpgroup
+
+  using Element = cutlass::bfloat16_t;
+  // Rows of 64 elements (128 bytes) in the 128-byte swizzle, as TMA stores a box and as the tensor cores read it.
+  using Atom = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  using RowsLayout = decltype(cute::tile_to_shape(
+      Atom{}, cute::make_shape(cute::Int<kRows>{}, cute::Int<kDepth>{}, cute::Int<kStages>{})));
+  using ColumnsLayout = decltype(cute::tile_to_shape(
+      Atom{}, cute::make_shape(cute::Int<kColumns>{}, cute::Int<kDepth>{}, cute::Int<kStages>{})));
+  // Two warpgroups, 64 rows each, all columns.
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>{},
+      cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+  using Pipeline = cutlass::PipelineTmaAsync<kStages>;
+  using PipelineState = typename Pipeline::PipelineState;
+
+  static constexpr int kStageBytes = (kRows + kColumns) * kDepth * static_cast<int>(sizeof(Element));
+};
+
+// Thread layout of a block: one warpgroup of single-warp roles, two warpgroups that compute.
+inline constexpr int kThreads = 384;
+inline constexpr int kComputeThreads = 256;
+enum class Warp : int { kLoad = 0, kPull = 1, kSchedule = 2, kSignal = 3, kCompute = 4 };
+
+// One claimed task on its way from the schedule warp to all other roles of both blocks.
+struct TaskSlot {
+  std::int32_t kind;  // TaskKind, or -1: no more tasks
+  std::int32_t expert;
+  std::int32_t tile;
+  std::int32_t column;
+  std::int32_t paired_columns;
+  std::int32_t ticket;
+  std::int32_t row_begin;  // of this block's row tile, in compact rows
+  std::int32_t rows;
+
+  __device__ Task task() const { return {static_cast<TaskKind>(kind), expert, tile, column, paired_columns}; }
+};
+inline constexpr int kTaskSlots = 2;
+// Readers of a slot in one block: load, signal and eight computing warps.
+inline constexpr int kSlotReaders = 10;
+
+template <int kConfig>
+struct SharedStorage {
+  using Traits = GemmTraits<kConfig>;
+  alignas(1024) typename Traits::Element rows[Traits::kStages * Traits::kRows * Traits::kDepth];
+  alignas(1024) typename Traits::Element columns[Traits::kStages * Traits::kColumns * Traits::kDepth];
+  alignas(128) unsigned char staging[2][Traits::kShape.staging_bytes];
+  typename Traits::Pipeline::SharedStorage pipeline;
+  TaskSlot slots[kTaskSlots];
+  Barrier slot_full[kTaskSlots];   // raised by the schedule warp of block 0, in both blocks
+  Barrier slot_empty[kTaskSlots];  // of block 0: all readers of both blocks
+  Barrier may_store[kTaskSlots];   // signal warp: the compute role's waits are met
+  Barrier stored[kTaskSlots];      // computing warps: loads read, outputs stored
+  Barrier staged[2];               // bytes of a half of the staging memory
+  Plan plan;
+  std::int32_t counter_offsets[kNumCounters];
+  std::int32_t is_last;  // this block is the last to leave
+};
+
+}  // namespace moe::sm90

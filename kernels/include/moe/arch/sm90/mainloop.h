@@ -1,0 +1,69 @@
+// The K loop of both GEMMs: 64 x 256 fp32 accumulators of one warpgroup over the stages that the load role fills. Always
+// from the first column to the last, so that a row's result does not depend on what else is computed.
+#pragma once
+
+#include "cute/algorithm/gemm.hpp"
+#include "moe/arch/sm90/gemm_traits.h"
+
+namespace moe::sm90 {
+
+template <int kConfig>
+class Mainloop {
+  using Traits = GemmTraits<kConfig>;
+  using Pipeline = typename Traits::Pipeline;
+
+ public:
+  // In the order of the instruction: element 4 j + 2 r + c of a thread is row lane / 4 + 8 r and column 8 j + 2 (lane % 4)
+  // + c of its warp's 16 rows.
+  static constexpr int kAccumulators = Traits::kHalfRows * Traits::kColumns / 128;
+
+  __device__ Mainloop(SharedStorage<kConfig>& storage, Pipeline& pipeline) : storage_(storage), pipeline_(pipeline) {}
+
+  // With `works` false the stages are only passed on.
+  template <typename Accumulators>
+  __device__ void run(Accumulators& accumulators, std::int32_t steps, bool works) {
+    if (!works) {
+      for (std::int32_t step = 0; step < steps; ++step) {
+        pipeline_.consumer_wait(state_);
+        pipeline_.consumer_release(state_);
+        ++state_;
+      }
+      return;
+    }
+    using namespace cute;
+    const auto rows = make_tensor(make_smem_ptr(storage_.rows), typename Traits::RowsLayout{});
+    const auto columns = make_tensor(make_smem_ptr(storage_.columns), typename Traits::ColumnsLayout{});
+    typename Traits::Mma mma;
+    const auto thread = mma.get_slice(static_cast<int>(threadIdx.x) - 128);
+    const auto a = thread.make_fragment_A(thread.partition_A(rows));
+    const auto b = thread.make_fragment_B(thread.partition_B(columns));
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    auto release = state_;
+    warpgroup_fence_operand(accumulators);
+    for (std::int32_t step = 0; step < steps; ++step) {
+      pipeline_.consumer_wait(state_);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(a); ++k) {
+        cute::gemm(mma, a(_, _, k, state_.index()), b(_, _, k, state_.index()), accumulators);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      ++state_;
+      if (step == 0) continue;
+      warpgroup_wait<1>();
+      pipeline_.consumer_release(release);
+      ++release;
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(accumulators);
+    pipeline_.consumer_release(release);
+  }
+
+ private:
+  SharedStorage<kConfig>& storage_;
+  Pipeline& pipeline_;
+  typename Traits::PipelineState state_;
+};
+
+}  // namespace moe::sm90

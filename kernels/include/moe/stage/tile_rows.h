@@ -1,0 +1,66 @@
+// From accumulators to rows in memory: which rows and columns of a tile a thread holds, rounding to bf16, and 16-byte
+// stores. Shared by the epilogues of gate_up and down.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace moe::sm90 {
+
+// Two neighbouring columns as a word, the first in the low half; rounded to nearest even.
+__device__ inline std::uint32_t pack_bf16(float first, float second) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+__device__ inline float first_of(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float second_of(std::uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Lane q of four neighbouring lanes holds columns 2 q, 2 q + 1 of blocks 0 to 3 (8 columns each). Afterwards it holds all
+// 8 columns of block q, ready for one 16-byte store.
+__device__ inline uint4 gather_block(const std::uint32_t (&pairs)[4], int quad) {
+  const bool odd = (quad & 1) != 0;
+  const std::uint32_t r0 = __shfl_xor_sync(0xffffffffu, odd ? pairs[0] : pairs[1], 1);
+  const std::uint32_t r1 = __shfl_xor_sync(0xffffffffu, odd ? pairs[2] : pairs[3], 1);
+  // Blocks 0 and 2 on even lanes, 1 and 3 on odd ones; two pairs of each.
+  const std::uint32_t low0 = odd ? r0 : pairs[0];
+  const std::uint32_t low1 = odd ? pairs[1] : r0;
+  const std::uint32_t high0 = odd ? r1 : pairs[2];
+  const std::uint32_t high1 = odd ? pairs[3] : r1;
+  const bool upper = (quad & 2) != 0;
+  const std::uint32_t s0 = __shfl_xor_sync(0xffffffffu, upper ? low0 : high0, 2);
+  const std::uint32_t s1 = __shfl_xor_sync(0xffffffffu, upper ? low1 : high1, 2);
+  return upper ? make_uint4(s0, s1, high0, high1) : make_uint4(low0, low1, s0, s1);
+}
+
+// Rows that this launch does not read again leave the caches first.
+__device__ inline void store_streaming(std::uint16_t* address, const uint4& value) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+__device__ inline void store_kept(std::uint16_t* address, const uint4& value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// Two columns of a bias in bf16, or zeros; `column` is even and the bias has an even number of columns.
+__device__ inline std::uint32_t bias_pair(const std::uint16_t* bias, std::int64_t column, std::int64_t columns) {
+  if (bias == nullptr || column >= columns) return 0;
+  return __ldg(reinterpret_cast<const unsigned int*>(bias + column));
+}
+
+// Place of a computing thread in its block's tile.
+struct TilePlace {
+  std::int32_t row;  // of the tile's 128; the thread holds this one and the one 8 further on
+  int quad;          // lane % 4
+
+  __device__ static TilePlace of_thread() {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    const int lane = thread % 32;
+    return {thread / 32 * 16 + lane / 4, lane % 4};
+  }
+};
+
+}  // namespace moe::sm90

@@ -1,0 +1,204 @@
+// Waits and raises on the device, as plan/edges.h and plan/dependencies.h define them: acquire and release at the edge's
+// scope, with the edge's fences, bounded in time, and written to the log of a test run. Every role of the layer's kernel
+// goes through this file and through nothing else.
+//
+// A wait that runs out of time reports itself once and sets PlanSizes::aborted. From then on no wait of the launch waits:
+// roles keep walking their tasks, so that shared-memory pipelines stay balanced, and the launch ends with NaN outputs.
+#pragma once
+
+#include <cstdint>
+
+#include "moe/forward/plan_memory.h"
+#include "moe/forward/status.h"
+#include "moe/plan/edges.h"
+#include "moe/plan/log.h"
+
+namespace moe {
+
+// Where counters and flags of this rank lie, and what a test wants of them.
+struct CounterMemory {
+  PlanMemory plan;
+  std::int64_t* flag_done;  // [W] generation, see Region::kFlagDone
+  StepStatus* status;
+  std::int64_t timeout_ns;
+  std::int32_t skip_counter;  // raises of this counter's element skip_index are left out, or -1
+  std::int64_t skip_index;
+  LogRecord* log;  // or null
+  std::int64_t log_capacity;
+  unsigned long long* log_size;
+};
+
+// Who waits or raises, for the log and for error messages.
+struct Site {
+  std::int32_t block;  // of the launch; further pulling agents of a block have numbers behind the last block
+  Role role;
+  TaskKind task;
+  std::int32_t ticket;
+};
+
+__device__ inline std::int64_t global_ns() {
+  std::int64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+__device__ inline std::int32_t load_acquire_gpu(const std::int32_t* address) {
+  std::int32_t value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline std::int64_t load_acquire_gpu(const std::int64_t* address) {
+  std::int64_t value;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline std::int64_t load_acquire_system(const std::int64_t* address) {
+  std::int64_t value;
+  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline std::int64_t load_relaxed(const std::int64_t* address) {
+  std::int64_t value;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline void store_release_system(std::int64_t* address, std::int64_t value) {
+  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline void add_release_gpu(std::int32_t* address, std::int32_t amount) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(amount) : "memory");
+}
+// Orders accesses of the generic proxy and of the async proxy (TMA, bulk copies) to global memory, either way.
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+class Counters {
+ public:
+  // `offsets` is counter_offset of every counter, in shared memory.
+  __device__ Counters(const CounterMemory& memory, const std::int32_t* offsets, const Problem& problem,
+                      std::int64_t generation)
+      : memory_(memory), offsets_(offsets), problem_(problem), generation_(generation) {}
+
+  __device__ std::int64_t generation() const { return generation_; }
+  __device__ bool aborted() const { return load_relaxed(&memory_.plan.sizes->aborted) != 0; }
+
+  // The wait that every role starts with; its fence is the pulling role's, harmless for the others.
+  __device__ void wait_start(const Site& site) const {
+    const std::int64_t* flag = &memory_.plan.launch->plan_ready;
+    const std::int64_t seen = spin(site, Counter::kPlanReady, 0, generation_, [&] { return load_acquire_gpu(flag); });
+    write_log(LogEvent::kWait, site, Counter::kPlanReady, 0, seen);
+    if (site.role == Role::kPull) fence_proxy_async();
+  }
+
+  // One wait of task_waits or piece_waits, with the fence of its edge. By one thread.
+  template <Role kRole>
+  __device__ void wait(const Site& site, const Wait& wait) const {
+    const std::int32_t* counter = address(wait.counter, wait.index);
+    const std::int64_t seen = spin(site, wait.counter, wait.index, wait.target,
+                                   [&] { return std::int64_t{load_acquire_gpu(counter)}; });
+    write_log(LogEvent::kWait, site, wait.counter, wait.index, seen);
+    // All counters that the load and pull roles wait for guard memory of the async proxy; see the table.
+    static_assert(kRole != Role::kLoad || (wait_fences(Counter::kXReady, Role::kLoad) & kProxyFence) != 0);
+    static_assert(kRole != Role::kPull || (wait_fences(Counter::kXRead, Role::kPull) & kProxyFence) != 0);
+    if (kRole != Role::kCompute) fence_proxy_async();
+  }
+  // Whether a wait would pass at once. A pulling warp that gets false must complete what it has in flight first.
+  __device__ bool is_met(const Wait& wait) const {
+    return load_acquire_gpu(address(wait.counter, wait.index)) >= wait.target || aborted();
+  }
+
+  // One raise of task_raises or piece_raises. The caller has executed raise_fences of the counter.
+  __device__ void raise(const Site& site, const Raise& raise) const {
+    if (is_skipped(raise.counter, raise.index)) return;
+    write_log(LogEvent::kRaise, site, raise.counter, raise.index, raise.amount);
+    add_release_gpu(address(raise.counter, raise.index), static_cast<std::int32_t>(raise.amount));
+  }
+
+  // "Done" of this rank to every rank, and the wait for every rank's. With one rank both concern its own flag.
+  __device__ void raise_done(const Site& site) const {
+    if (is_skipped(Counter::kPeerDone, problem_.rank)) return;
+    write_log(LogEvent::kRaise, site, Counter::kPeerDone, problem_.rank, generation_);
+    store_release_system(memory_.flag_done + problem_.rank, generation_);
+  }
+  __device__ void wait_done(const Site& site) const {
+    for (std::int64_t peer = 0; peer < problem_.num_ranks; ++peer) {
+      const std::int64_t* flag = memory_.flag_done + peer;
+      const std::int64_t seen =
+          spin(site, Counter::kPeerDone, peer, generation_, [&] { return load_acquire_system(flag); });
+      write_log(LogEvent::kWait, site, Counter::kPeerDone, peer, seen);
+    }
+  }
+
+  __device__ void log_claim(const Site& site, Stream stream) const {
+    write_log(LogEvent::kClaim, site, static_cast<Counter>(stream), site.ticket, 0);
+  }
+
+ private:
+  __device__ std::int32_t* address(Counter counter, std::int64_t index) const {
+    return memory_.plan.counters + offsets_[static_cast<int>(counter)] + index;
+  }
+  __device__ bool is_skipped(Counter counter, std::int64_t index) const {
+    return memory_.skip_counter == static_cast<std::int32_t>(counter) && memory_.skip_index == index;
+  }
+
+  // Reads until the target is reached; returns what was seen last.
+  template <typename Read>
+  __device__ std::int64_t spin(const Site& site, Counter counter, std::int64_t index, std::int64_t target,
+                               Read read) const {
+    std::int64_t seen = read();
+    if (seen >= target) return seen;
+    const std::int64_t begin = global_ns();
+    while (seen < target) {
+      __nanosleep(40);
+      seen = read();
+      if (seen >= target || aborted()) break;
+      if (global_ns() - begin > memory_.timeout_ns) {
+        report_timeout(site, counter, index, target, seen);
+        break;
+      }
+    }
+    return seen;
+  }
+
+  __device__ __noinline__ void report_timeout(const Site& site, Counter counter, std::int64_t index,
+                                              std::int64_t expected, std::int64_t seen) const {
+    auto* aborted = reinterpret_cast<unsigned long long*>(&memory_.plan.sizes->aborted);
+    if (atomicCAS(aborted, 0ULL, 1ULL) != 0ULL) return;
+    StepStatus& status = *memory_.status;
+    if (*static_cast<volatile std::int64_t*>(&status.code) != static_cast<std::int64_t>(StatusCode::kNone)) return;
+    const std::int64_t values[] = {site.block,
+                                   static_cast<std::int64_t>(site.role),
+                                   static_cast<std::int64_t>(site.task),
+                                   site.ticket,
+                                   static_cast<std::int64_t>(counter),
+                                   index,
+                                   expected,
+                                   seen,
+                                   memory_.timeout_ns};
+    for (int i = 0; i < 9; ++i) status.values[i] = values[i];
+    __threadfence_system();
+    *static_cast<volatile std::int64_t*>(&status.code) = static_cast<std::int64_t>(StatusCode::kTimeout);
+    __threadfence_system();
+  }
+
+  // A raise is stamped before the access, a wait after it.
+  __device__ void write_log(LogEvent event, const Site& site, Counter counter, std::int64_t index,
+                            std::int64_t value) const {
+    if (memory_.log == nullptr) return;
+    const unsigned long long slot = atomicAdd(memory_.log_size, 1ULL);
+    if (slot >= static_cast<unsigned long long>(memory_.log_capacity)) return;
+    memory_.log[slot] = {site.block,
+                         static_cast<std::int32_t>(site.role),
+                         static_cast<std::int32_t>(event),
+                         site.ticket,
+                         static_cast<std::int32_t>(counter),
+                         static_cast<std::int32_t>(index),
+                         value,
+                         global_ns()};
+  }
+
+  const CounterMemory& memory_;
+  const std::int32_t* offsets_;
+  const Problem& problem_;
+  std::int64_t generation_;
+};
+
+}  // namespace moe
