@@ -1,0 +1,88 @@
+// See staged_kernels.h.
+#include "forward/staged_kernels.h"
+
+#include "moe/forward/launch_end.h"
+#include "moe/stage/combine.h"
+#include "moe/stage/dispatch.h"
+
+namespace moe::sm90 {
+namespace {
+
+constexpr int kPullWarps = 6;
+constexpr int kHalfBytes = 16384;
+constexpr int kCombineThreads = 256;
+constexpr int kCombineBlocksPerSm = 4;
+
+// What the roles take from the block they run in.
+struct BlockState {
+  Plan plan;
+  std::int32_t counter_offsets[kNumCounters];
+  std::int32_t is_last;
+};
+
+__device__ inline std::int64_t start_block(const ForwardParams& params, BlockState& state, Role role) {
+  const std::int64_t generation = params.counters.plan.launch->generation + 1;
+  if (threadIdx.x == 0) {
+    for (int c = 0; c < kNumCounters; ++c) {
+      state.counter_offsets[c] = static_cast<std::int32_t>(counter_offset(static_cast<Counter>(c), params.problem));
+    }
+    const Counters counters(params.counters, state.counter_offsets, params.problem, generation);
+    counters.wait_start({static_cast<std::int32_t>(blockIdx.x), role, TaskKind::kPlan, -1});
+    state.plan = plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens,
+                                generation);
+  }
+  __syncthreads();
+  return generation;
+}
+
+struct DispatchState {
+  alignas(128) unsigned char staging[kPullWarps][2][kHalfBytes];
+  Barrier loaded[kPullWarps][2];
+  BlockState block;
+};
+
+__global__ void __launch_bounds__(32 * kPullWarps) dispatch_kernel(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& state = *reinterpret_cast<DispatchState*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (auto& pair : state.loaded) {
+      for (Barrier& barrier : pair) barrier.init(1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  const std::int64_t generation = start_block(params, state.block, Role::kPull);
+  fence_proxy_async();
+  const Counters counters(params.counters, state.block.counter_offsets, params.problem, generation);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const PullMemory memory{{state.staging[warp][0], state.staging[warp][1]}, state.loaded[warp], kHalfBytes};
+  PullRole(params, state.block.plan, counters, memory, static_cast<std::int32_t>(blockIdx.x)).run();
+  __syncwarp();
+  leave_launch(params, state.block.is_last, false);
+}
+
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ ForwardParams params) {
+  __shared__ BlockState state;
+  const std::int64_t generation = start_block(params, state, Role::kPull);
+  const Counters counters(params.counters, state.counter_offsets, params.problem, generation);
+  CombineRole(params, state.plan, counters, static_cast<std::int32_t>(blockIdx.x)).run();
+  __syncwarp();
+  leave_launch(params, state.is_last, true);
+}
+
+}  // namespace
+
+cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(DispatchState));
+  const cudaError_t error =
+      cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  dispatch_kernel<<<blocks, 32 * kPullWarps, kBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_combine(const ForwardParams& params, int blocks, cudaStream_t stream) {
+  combine_kernel<<<blocks * kCombineBlocksPerSm, kCombineThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace moe::sm90
