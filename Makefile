@@ -2,11 +2,12 @@
 # Python >= 3.10 with venv, a C++17 compiler and pip's index. `make help` lists the targets; CONTRIBUTING.md explains them.
 #
 # Variables: PYTHON (interpreter that the environment is made with), VENV (its folder), TORCH (what pip installs as torch),
-# ARGS (passed on by test and demo).
+# CUTLASS (what it installs as the CUTLASS headers, where there is nvcc), ARGS (passed on by test and demo).
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+CUTLASS ?= nvidia-cutlass==4.2.0.0
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ PACKAGE_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(filter ker
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-build: $(VENV)/.stamp-package ## make the environment, compile the C++ library, install the package editable
+build: $(VENV)/.stamp-package ## make the environment, compile the C++ and (with nvcc) CUDA libraries, install the package editable
 
 test: $(VENV)/.stamp-package ## run the test suite; ARGS="tests/unit -k route" goes to pytest
 	$(BIN)/python -m pytest -q $(ARGS)
@@ -62,5 +63,7 @@ $(VENV)/.stamp-package: $(VENV)/.stamp-torch $(PACKAGE_INPUTS)
 	@command -v $${CXX:-c++} > /dev/null \
 	  || { echo "make: expected a C++17 compiler named c++, or by CXX=, got none" >&2; exit 1; }
 	$(PIP) install 'scikit-build-core>=0.10' 'cmake>=3.20' ninja
+	@# The headers that the CUDA kernels are compiled with; --no-deps, because its dependencies (scipy, ...) serve its scripts.
+	if command -v $${CUDACXX:-nvcc} > /dev/null; then $(PIP) install --no-deps '$(CUTLASS)'; fi
 	$(PIP) install --no-build-isolation -e '.[test,dev]'
 	@touch $@
