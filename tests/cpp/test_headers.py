@@ -1,6 +1,7 @@
 """Compiles the torch-free headers alone, runs the C++ tests beside this file, and keeps torch and CUDA out of the plan.
 
-The compiler is given no include path but ``kernels/include``: what builds here builds for host and device alike.
+The compiler is given no include path but ``kernels/include``: what builds here builds for host and device alike. Where
+there is nvcc, it compiles the headers for the architectures that kernels are, or will be, written for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "kernels" / "include"
 HEADERS = sorted(INCLUDE.glob("moe/**/*.h"))
 PLAN_HEADERS = sorted(INCLUDE.glob("moe/plan/**/*.h"))
+DEVICE_HEADERS = [*PLAN_HEADERS, *sorted(INCLUDE.glob("moe/forward/**/*.h"))]
 PROGRAMS = sorted(Path(__file__).parent.glob("test_*.cpp"))
 STRICT = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-pedantic", "-Wconversion", "-Wno-sign-conversion"]
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -77,6 +79,26 @@ def test_plan_header_compiles_alone_and_reaches_no_torch_or_cuda(
     assert {path.parts[:2] for path in own} <= {("moe", "plan"), ("moe", "host_device.h")}
     system = [str(file) for file in files if not file.is_relative_to(INCLUDE)]
     assert not [name for name in system if re.search(r"/(torch|ATen|c10|cuda\w*|cutlass|cute)(/|\.h$)", name)]
+
+
+@pytest.mark.parametrize("architecture", ["90a", "100a"])
+def test_headers_compile_for_device_code(architecture: str, tmp_path: Path) -> None:
+    nvcc = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    if nvcc is None:
+        pytest.skip("no nvcc: neither CUDACXX nor nvcc on PATH")
+    source = tmp_path / "device.cu"
+    lines = [f'#include "{header.relative_to(INCLUDE)}"' for header in DEVICE_HEADERS]
+    lines += [
+        "__global__ void probe(moe::Plan plan, moe::PlanMemory memory, std::int64_t* out) {",
+        "  const moe::Plan read = moe::plan_in_memory(memory, plan.problem, plan.tiling, plan.schedule, plan.tokens, 1);",
+        "  *out = read.num_tasks + moe::counter_offset(moe::Counter::kPulled, plan.problem);",
+        "}",
+    ]
+    source.write_text("\n".join(lines) + "\n")
+    target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+    flags = ["-std=c++17", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
+    built = _run([nvcc, *flags, target, f"-I{INCLUDE}", "-c", str(source), "-o", str(tmp_path / "device.o")])
+    assert built.returncode == 0, built.stderr
 
 
 @pytest.mark.parametrize("header", HEADERS, ids=_relative)
