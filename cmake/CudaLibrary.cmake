@@ -51,7 +51,7 @@ message(STATUS "CUDA instantiations: ${MOE_NUM_CUDA_INSTANCES}")
 
 # An object library, so that the kernels are compiled without torch's headers and flags.
 add_library(moe_cuda_kernels OBJECT ${MOE_CUDA_SOURCES} ${MOE_CUDA_INSTANCES})
-target_include_directories(moe_cuda_kernels PRIVATE kernels/include kernels)
+target_include_directories(moe_cuda_kernels PRIVATE kernels/include kernels "${CMAKE_SOURCE_DIR}")
 target_link_libraries(moe_cuda_kernels PRIVATE moe::cutlass)
 target_compile_features(moe_cuda_kernels PRIVATE cuda_std_17)
 target_compile_options(

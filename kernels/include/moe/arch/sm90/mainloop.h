@@ -19,12 +19,15 @@ class Mainloop {
 
   __device__ Mainloop(SharedStorage<kConfig>& storage, Pipeline& pipeline) : storage_(storage), pipeline_(pipeline) {}
 
-  // With `works` false the stages are only passed on.
+  // With `works` false the stages are only passed on. One thread of a warpgroup releases a stage for all of it: where they
+  // multiply, the instruction keeps its four warps together; where they do not, a barrier must, or a slow warp would miss
+  // the stage's next phase and wait forever.
   template <typename Accumulators>
   __device__ void run(Accumulators& accumulators, std::int32_t steps, bool works) {
     if (!works) {
       for (std::int32_t step = 0; step < steps; ++step) {
         pipeline_.consumer_wait(state_);
+        named_sync(1 + threadIdx.x / 128, 128);
         pipeline_.consumer_release(state_);
         ++state_;
       }
