@@ -20,9 +20,9 @@ enum StageMask : std::int32_t {
   kStageAll = 15,
 };
 
-// act(gate, up) = g * sigmoid(g * (linear + cubic * g * g)) * (u + up_offset), with g and u clamped by limit; or one of
-// the two forms that are no sigmoid. See stage/activation.h.
-enum class ActivationForm : std::int32_t { kSigmoid, kErf, kRelu2 };
+// act(gate, up) = g * sigmoid(z) * (u + up_offset) with -z log2(e) = g * (linear + cubic * g * g), g and u clamped by limit;
+// kSilu is that without clamp, cubic and up_offset; the others are no sigmoid. See stage/activation.h.
+enum class ActivationForm : std::int32_t { kSilu, kSigmoid, kErf, kRelu2 };
 struct ActivationParams {
   ActivationForm form;
   float linear;

@@ -28,7 +28,8 @@ enum class Region : std::int32_t {
   kRouteGrads,     // [max_T * K] float32 dS of this rank's routes, stored by peers
   // local
   kLaunch,          // LaunchState, the only memory that one launch hands to the next
-  kTickets,         // 2 x int32, each in a cache line of its own: compute and pull stream
+  kPlanSizes,       // PlanSizes: what only the device knows
+  kTickets,         // 3 x int32, each in a cache line of its own: compute stream, pieces, combine
   kCounters,        // see counter_offset
   kAllClassCounts,  // [W, E, 64] int32, copies of the peers'
   kExpertOffsets,   // [L + 1] int64
@@ -48,7 +49,7 @@ enum class Region : std::int32_t {
   kDh,              // [max_row_tiles, kRowTile, 2I] backward
   kPartials,        // [max_row_tiles, kRowTile, ceil(I / 128)] float32 backward: dS partials
 };
-inline constexpr std::int64_t kNumRegions = 30;
+inline constexpr std::int64_t kNumRegions = 31;
 inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kLaunch);
 // Bytes. TMA needs 128 for its swizzle atoms; a pair of cache lines is 256.
 inline constexpr std::int64_t kRegionAlignment = 256;
@@ -134,7 +135,9 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
     case Region::kLaunch:
       return static_cast<std::int64_t>(sizeof(LaunchState));
     case Region::kTickets:
-      return 2 * kRegionAlignment;
+      return 3 * kRegionAlignment;
+    case Region::kPlanSizes:
+      return kRegionAlignment;
     case Region::kCounters:
       return 4 * counter_offset(static_cast<Counter>(kNumCounters), p);
     case Region::kAllClassCounts:

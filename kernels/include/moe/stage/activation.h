@@ -15,37 +15,54 @@ namespace moe {
 
 inline ActivationParams activation_params(Activation activation, float alpha, float limit) {
   constexpr float kTanhScale = 1.5957691216057308f;  // 2 sqrt(2/pi)
+  constexpr float kMinusLog2E = -1.4426950408889634f;
+  const bool bounded = !std::isinf(limit);
   switch (activation) {
     case Activation::kSwiglu:
-      return {ActivationForm::kSigmoid, 1.0f, 0.0f, 0.0f, limit};
+      return {bounded ? ActivationForm::kSigmoid : ActivationForm::kSilu, kMinusLog2E, 0.0f, 0.0f, limit};
     case Activation::kSwigluOai:
-      return {ActivationForm::kSigmoid, alpha, 0.0f, 1.0f, limit};
+      return {ActivationForm::kSigmoid, kMinusLog2E * alpha, 0.0f, 1.0f, limit};
     case Activation::kGegluTanh:
-      return {ActivationForm::kSigmoid, kTanhScale, kTanhScale * 0.044715f, 0.0f, limit};
+      return {ActivationForm::kSigmoid, kMinusLog2E * kTanhScale, kMinusLog2E * kTanhScale * 0.044715f, 0.0f, limit};
     case Activation::kGegluErf:
-      return {ActivationForm::kErf, 1.0f, 0.0f, 0.0f, limit};
+      return {ActivationForm::kErf, 0.0f, 0.0f, 0.0f, limit};
     default:
-      return {ActivationForm::kRelu2, 1.0f, 0.0f, 0.0f, limit};
+      return {ActivationForm::kRelu2, 0.0f, 0.0f, 0.0f, limit};
   }
 }
 
-// Relative error about 2^-21: two approximate instructions.
-__device__ inline float sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
+// 1 / (1 + 2^exponent). Relative error about 2^-21: two approximate instructions.
+__device__ inline float sigmoid_of_exponent(float exponent) {
+  float power, quotient;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(1.0f + power));
+  return quotient;
+}
+// NaN stays NaN.
+__device__ inline float min_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ inline float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
 
 template <ActivationForm kForm>
 __device__ inline float activate(const ActivationParams& p, float gate, float up) {
-  if constexpr (kForm == ActivationForm::kRelu2) {
-    const float positive = gate < 0.0f ? 0.0f : gate;  // NaN stays NaN
-    return positive * positive;
+  if constexpr (kForm == ActivationForm::kSilu) {
+    return gate * sigmoid_of_exponent(gate * p.linear) * up;
+  } else if constexpr (kForm == ActivationForm::kSigmoid) {
+    const float g = min_nan(gate, p.limit);
+    const float u = max_nan(min_nan(up, p.limit), -p.limit);
+    return g * sigmoid_of_exponent(g * fmaf(p.cubic * g, g, p.linear)) * (u + p.up_offset);
   } else if constexpr (kForm == ActivationForm::kErf) {
     return 0.5f * gate * (1.0f + erff(gate * 0.70710678118654752f)) * up;
   } else {
-    // Comparisons, not fminf, so that NaN stays NaN.
-    const float g = gate > p.limit ? p.limit : gate;
-    const float bounded = up > p.limit ? p.limit : up;
-    const float u = bounded < -p.limit ? -p.limit : bounded;
-    const float z = g * fmaf(p.cubic * g, g, p.linear);
-    return g * sigmoid(z) * (u + p.up_offset);
+    const float positive = max_nan(gate, 0.0f);
+    return positive * positive;
   }
 }
 

@@ -67,7 +67,8 @@ __device__ void compute_tasks(const ForwardParams& params, SharedStorage<kConfig
       mainloop.run(accumulators, gate_up ? params.gate_up_steps : params.down_steps, works);
       storage.may_store[reader.slot()].wait(reader.parity());
       if (works && gate_up) {
-        const auto ring_row = static_cast<std::int32_t>(work.tile % params.schedule.a_slots) * Traits::kRows;
+        const auto ring_row = static_cast<std::int32_t>(work.tile) % static_cast<std::int32_t>(params.schedule.a_slots) *
+                              Traits::kRows;
         const auto column = static_cast<std::int32_t>(work.column * params.tiling.act_columns);
         gate_up_epilogue(accumulators, params, {task.expert, column, slot.row_begin, slot.rows, ring_row});
         fence_proxy_async();

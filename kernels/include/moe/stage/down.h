@@ -25,28 +25,36 @@ __device__ inline void read_routes(const ForwardParams& params, std::int32_t row
   }
 }
 
-template <typename Accumulators>
-__device__ inline void down_epilogue(const Accumulators& acc, const ForwardParams& params, const DownTile& tile) {
-  const TilePlace place = TilePlace::of_thread();
+template <int kHalf, typename Accumulators>
+__device__ inline void store_o_row(const Accumulators& acc, const ForwardParams& params, const DownTile& tile,
+                                   int quad) {
+  const std::int32_t route = tile.routes[kHalf];
+  const std::int32_t column = tile.column + 8 * quad;
   const std::int64_t hidden = params.problem.hidden;
-  const std::uint16_t* bias = params.bias_down == nullptr ? nullptr : params.bias_down + tile.expert * hidden;
+  const RowWriter row{params.o_rows + std::int64_t{route} * hidden + column,
+                      route >= 0 ? static_cast<std::int32_t>(hidden) - column : 0};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    std::uint16_t* row = params.o_rows + std::int64_t{tile.routes[half]} * hidden;
+  for (int block = 0; block < 32; block += 4) {
+    std::uint32_t pairs[4];
 #pragma unroll
-    for (int base = 0; base < 32; base += 4) {
-      std::uint32_t pairs[4];
-#pragma unroll
-      for (int block = 0; block < 4; ++block) {
-        const int at = 4 * (base + block) + 2 * half;
-        const std::uint32_t add = bias_pair(bias, tile.column + 8 * (base + block) + 2 * place.quad, hidden);
-        pairs[block] = pack_bf16(acc(at) + first_of(add), acc(at + 1) + second_of(add));
-      }
-      const uint4 gathered = gather_block(pairs, place.quad);
-      const std::int64_t column = tile.column + 8 * (base + place.quad);
-      if (tile.routes[half] >= 0 && column < hidden) store_streaming(row + column, gathered);
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (block + i) + 2 * kHalf;
+      pairs[i] = pack_bf16(acc(at), acc(at + 1));
     }
+    row.store<false>(8 * block, gather_block(pairs, quad));
   }
+}
+
+template <typename Accumulators>
+__device__ inline void down_epilogue(Accumulators& acc, const ForwardParams& params, const DownTile& tile) {
+  const int quad = TilePlace::of_thread().quad;
+  if (params.bias_down != nullptr) {
+    const std::int64_t hidden = params.problem.hidden;
+    add_bias<0, 32>(acc, params.bias_down + tile.expert * hidden + tile.column,
+                    static_cast<std::int32_t>(hidden) - tile.column, quad);
+  }
+  store_o_row<0>(acc, params, tile, quad);
+  store_o_row<1>(acc, params, tile, quad);
 }
 
 }  // namespace moe::sm90

@@ -18,74 +18,90 @@ struct GateUpTile {
   std::int32_t ring_row;  // first row in the ring of a
 };
 
-// 32 columns of one row of a thread: `kBase` is the first block of gate, `kUp` blocks further stand the up columns.
-template <ActivationForm kForm, int kBase, int kUp, int kHalf, typename Accumulators>
-__device__ inline void store_columns(const Accumulators& acc, const ForwardParams& params, const GateUpTile& tile,
-                                     const TilePlace& place) {
-  constexpr bool kGated = kForm != ActivationForm::kRelu2;
+// Where one row of a thread goes.
+struct ActRow {
+  RowWriter gate;  // of h; no columns where h is not kept
+  RowWriter up;
+  RowWriter act;
+};
+
+__device__ inline ActRow act_row(const ForwardParams& params, const GateUpTile& tile, std::int32_t row, int quad) {
   const std::int64_t width = params.problem.width;
-  const std::int64_t h_columns = kGated ? 2 * width : width;
-  const std::uint16_t* bias =
-      params.bias_gate_up == nullptr ? nullptr : params.bias_gate_up + tile.expert * h_columns;
+  const std::int64_t h_columns = params.problem.gated != 0 ? 2 * width : width;
+  const std::int32_t column = tile.column + 8 * quad;
+  const std::int32_t left = row < tile.rows ? static_cast<std::int32_t>(width) - column : 0;
+  std::uint16_t* gate = params.h + (std::int64_t{tile.row_begin} + row) * h_columns + column;
+  std::uint16_t* act = params.a_rows + (std::int64_t{tile.ring_row} + row) * width + column;
+  const std::int32_t kept = params.h != nullptr ? left : 0;
+  return {{gate, kept}, {gate + width, kept}, {act, left}};
+}
+
+// 32 columns of one row of a thread, from block kBlock on; the up columns stand kUp blocks further.
+template <ActivationForm kForm, int kBlock, int kUp, int kHalf, typename Accumulators>
+__device__ inline void store_columns(const Accumulators& acc, const ActivationParams& p, const ActRow& row, int quad) {
   std::uint32_t gate[4];
   std::uint32_t up[4];
   std::uint32_t act[4];
 #pragma unroll
-  for (int block = 0; block < 4; ++block) {
-    constexpr int kRow = 2 * kHalf;
-    const int g = 4 * (kBase + block) + kRow;
-    const std::int64_t column = tile.column + 8 * (kBase + block) + 2 * place.quad;
-    const std::uint32_t gate_bias = bias_pair(bias, column, width);
-    gate[block] = pack_bf16(acc(g) + first_of(gate_bias), acc(g + 1) + second_of(gate_bias));
-    if constexpr (kGated) {
-      const int u = 4 * (kBase + kUp + block) + kRow;
-      const std::uint32_t up_bias = bias_pair(bias == nullptr ? nullptr : bias + width, column, width);
-      up[block] = pack_bf16(acc(u) + first_of(up_bias), acc(u + 1) + second_of(up_bias));
-    } else {
-      up[block] = 0;
-    }
-    const ActivationParams& p = params.activation;
-    act[block] = pack_bf16(activate<kForm>(p, first_of(gate[block]), first_of(up[block])),
-                           activate<kForm>(p, second_of(gate[block]), second_of(up[block])));
+  for (int i = 0; i < 4; ++i) {
+    const int g = 4 * (kBlock + i) + 2 * kHalf;
+    const int u = 4 * (kBlock + kUp + i) + 2 * kHalf;
+    gate[i] = pack_bf16(acc(g), acc(g + 1));
+    up[i] = kUp > 0 ? pack_bf16(acc(u), acc(u + 1)) : 0;
+    act[i] = pack_bf16(activate<kForm>(p, first_of(gate[i]), first_of(up[i])),
+                       activate<kForm>(p, second_of(gate[i]), second_of(up[i])));
   }
-  const uint4 gate_block = gather_block(gate, place.quad);
-  const uint4 up_block = kGated ? gather_block(up, place.quad) : uint4{};
-  const uint4 act_block = gather_block(act, place.quad);
-  const std::int32_t row = place.row + 8 * kHalf;
-  const std::int64_t column = tile.column + 8 * (kBase + place.quad);
-  if (row >= tile.rows || column >= width) return;
-  store_kept(params.a_rows + (std::int64_t{tile.ring_row} + row) * width + column, act_block);
-  if (params.h == nullptr) return;
-  std::uint16_t* h = params.h + (std::int64_t{tile.row_begin} + row) * h_columns + column;
-  store_streaming(h, gate_block);
-  if (kGated) store_streaming(h + width, up_block);
+  row.act.store<true>(8 * kBlock, gather_block(act, quad));
+  row.gate.store<false>(8 * kBlock, gather_block(gate, quad));
+  if constexpr (kUp > 0) row.up.store<false>(8 * kBlock, gather_block(up, quad));
+}
+
+template <ActivationForm kForm, int kHalf, typename Accumulators>
+__device__ inline void store_act_row(const Accumulators& acc, const ForwardParams& params, const GateUpTile& tile,
+                                     const TilePlace& place) {
+  const ActRow row = act_row(params, tile, place.row + 8 * kHalf, place.quad);
+  const ActivationParams& p = params.activation;
+  constexpr int kUp = kForm == ActivationForm::kRelu2 ? 0 : 16;
+  store_columns<kForm, 0, kUp, kHalf>(acc, p, row, place.quad);
+  store_columns<kForm, 4, kUp, kHalf>(acc, p, row, place.quad);
+  store_columns<kForm, 8, kUp, kHalf>(acc, p, row, place.quad);
+  store_columns<kForm, 12, kUp, kHalf>(acc, p, row, place.quad);
+  if constexpr (kUp == 0) {
+    store_columns<kForm, 16, kUp, kHalf>(acc, p, row, place.quad);
+    store_columns<kForm, 20, kUp, kHalf>(acc, p, row, place.quad);
+    store_columns<kForm, 24, kUp, kHalf>(acc, p, row, place.quad);
+    store_columns<kForm, 28, kUp, kHalf>(acc, p, row, place.quad);
+  }
+}
+
+template <typename Accumulators>
+__device__ inline void add_gate_up_bias(Accumulators& acc, const ForwardParams& params, const GateUpTile& tile,
+                                        int quad) {
+  const std::int64_t width = params.problem.width;
+  const auto left = static_cast<std::int32_t>(width) - tile.column;
+  if (params.problem.gated != 0) {
+    const std::uint16_t* bias = params.bias_gate_up + tile.expert * 2 * width + tile.column;
+    add_bias<0, 16>(acc, bias, left, quad);
+    add_bias<64, 16>(acc, bias + width, left, quad);
+  } else {
+    add_bias<0, 32>(acc, params.bias_gate_up + tile.expert * width + tile.column, left, quad);
+  }
 }
 
 template <ActivationForm kForm, typename Accumulators>
 __device__ inline void store_act_tile(const Accumulators& acc, const ForwardParams& params, const GateUpTile& tile,
                                       const TilePlace& place) {
-  constexpr int kUp = kForm == ActivationForm::kRelu2 ? 0 : 16;
-  const auto rows = [&](auto half) {
-    constexpr int kHalf = decltype(half)::value;
-    store_columns<kForm, 0, kUp, kHalf>(acc, params, tile, place);
-    store_columns<kForm, 4, kUp, kHalf>(acc, params, tile, place);
-    store_columns<kForm, 8, kUp, kHalf>(acc, params, tile, place);
-    store_columns<kForm, 12, kUp, kHalf>(acc, params, tile, place);
-    if constexpr (kForm == ActivationForm::kRelu2) {
-      store_columns<kForm, 16, kUp, kHalf>(acc, params, tile, place);
-      store_columns<kForm, 20, kUp, kHalf>(acc, params, tile, place);
-      store_columns<kForm, 24, kUp, kHalf>(acc, params, tile, place);
-      store_columns<kForm, 28, kUp, kHalf>(acc, params, tile, place);
-    }
-  };
-  rows(cute::Int<0>{});
-  rows(cute::Int<1>{});
+  store_act_row<kForm, 0>(acc, params, tile, place);
+  store_act_row<kForm, 1>(acc, params, tile, place);
 }
 
 template <typename Accumulators>
-__device__ inline void gate_up_epilogue(const Accumulators& acc, const ForwardParams& params, const GateUpTile& tile) {
+__device__ inline void gate_up_epilogue(Accumulators& acc, const ForwardParams& params, const GateUpTile& tile) {
   const TilePlace place = TilePlace::of_thread();
+  if (params.bias_gate_up != nullptr) add_gate_up_bias(acc, params, tile, place.quad);
   switch (params.activation.form) {
+    case ActivationForm::kSilu:
+      return store_act_tile<ActivationForm::kSilu>(acc, params, tile, place);
     case ActivationForm::kSigmoid:
       return store_act_tile<ActivationForm::kSigmoid>(acc, params, tile, place);
     case ActivationForm::kErf:
