@@ -12,11 +12,25 @@ from moe_megakernel.plan_names import Region
 
 INT32, INT64, FLOAT = 4, 8, 4
 ROW_SOURCE, ROW_TILE_ENTRY, SEGMENT, TASK, HEADER, LAUNCH = 8, 12, 16, 20, 40, 24
+PLAN_SIZES = 56
 ALIGNMENT = 256
+PLAN_BLOCKS, SHARED_WORDS = 8, 225 * 256  # of the cluster that builds the plan
 
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def scratch_words(config: PlanConfig, local: int, tiles: int) -> int:
+    """Counts by block or rank, bad ids; with several ranks positions and runs; segments that are too many to share."""
+    p = config.problem
+    words = max(p.num_ranks, PLAN_BLOCKS) * p.num_experts + PLAN_BLOCKS
+    if p.num_ranks > 1:
+        words += p.num_ranks * (p.num_experts + 1)
+        words += PLAN_BLOCKS * 2 * (ceil_div(local, PLAN_BLOCKS) * 64 * p.num_ranks + 1)
+    if 6 * (local + 1) + 8 * (tiles + 1) > SHARED_WORDS:
+        words += PLAN_BLOCKS * 8 * (tiles + 1)
+    return words
 
 
 def expected_bytes(config: PlanConfig, element: int) -> dict[Region, int]:
@@ -50,7 +64,7 @@ def expected_bytes(config: PlanConfig, element: int) -> dict[Region, int]:
         Region.ROWS: routes * h_row,
         Region.ROUTE_GRADS: FLOAT * routes,
         Region.LAUNCH: LAUNCH,
-        Region.TICKETS: 2 * ALIGNMENT,
+        Region.TICKETS: 3 * ALIGNMENT,
         Region.COUNTERS: INT32 * counters,
         Region.ALL_CLASS_COUNTS: INT32 * 64 * p.num_experts * p.num_ranks,
         Region.EXPERT_OFFSETS: INT64 * (local + 1),
@@ -62,6 +76,8 @@ def expected_bytes(config: PlanConfig, element: int) -> dict[Region, int]:
         Region.MINIBATCH_ENDS: INT32 * tiles,
         Region.EXPERT_TILES: 2 * INT32 * (local + 1),
         Region.TASKS: TASK * max(forward, backward),
+        Region.PLAN_SIZES: PLAN_SIZES,
+        Region.PLAN_SCRATCH: INT32 * scratch_words(config, local, tiles),
         Region.X_RING: max(1, x_slots) * 128 * h_row,
         Region.A_RING: max(1, a_slots) * 128 * i_row,
         Region.DY_ROWS: tiles * 128 * h_row,
@@ -96,6 +112,14 @@ def test_shared_regions_lie_alike_on_all_ranks(case: Case) -> None:
     assert all(places == shared[0] for places in shared)
     more = case.with_schedule(x_slots=2**18, a_slots=2**18, num_clusters=1000).config
     assert {r: p for r, p in make_layout(more).items() if p.shared} == shared[0]
+
+
+def test_a_plan_of_many_segments_has_scratch_for_them() -> None:
+    for capacity in (6000 * 128, 9000 * 128):
+        config = PlanConfig(Problem(1, 0, 16, 1, 64, 64, True, capacity, capacity))
+        tiles = capacity // 128 + 16
+        assert make_layout(config)[Region.PLAN_SCRATCH].bytes == 4 * scratch_words(config, 16, tiles)
+    assert make_layout(config)[Region.PLAN_SCRATCH].bytes > 2**21
 
 
 def test_rings_are_what_is_asked_for() -> None:

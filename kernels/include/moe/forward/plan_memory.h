@@ -1,5 +1,5 @@
-// The plan of one launch as it lies in device memory: where the route kernel writes it and where every role of the layer's
-// kernel reads it. Owns no memory; filled in by forward/launch.cu from the offsets of plan/layout.h.
+// The plan of one launch as it lies in device memory: where the route kernel writes it and where every role of the
+// layer's kernel reads it. Owns no memory; filled in by forward/launch.cu from the offsets of plan/layout.h.
 #pragma once
 
 #include <cstdint>
@@ -13,34 +13,54 @@
 
 namespace moe {
 
-// What the route kernel found out about sizes, which the host does not know. A refused step (a bad id) has no tiles and
-// no tile tasks; its combine stores NaN.
-struct PlanSizes {
-  TileCounts counts;
-  std::int64_t num_tasks;
-  std::int64_t num_gate_up;  // of them, where stages are separate: the first ones
-  std::int64_t refused;  // 1: outputs are NaN
-  std::int64_t aborted;  // set by a wait that has run out of time: from then on no wait of this launch waits
-};
-
 struct PlanMemory {
   LaunchState* launch;
   PlanSizes* sizes;
-  std::int32_t* tickets;       // counters of claims, kTicketStride apart; zero between launches
-  std::int32_t* counters;      // see counter_offset
-  std::int32_t* class_counts;  // [W, E, 64], of all ranks
-  std::int32_t* route_order;   // [T * K] of this rank: valid routes in row order, then -1
+  std::int32_t* tickets;         // counters of claims, kTicketStride apart; zero between launches
+  std::int32_t* counters;        // see counter_offset
+  std::int32_t* class_counts;    // [W, E, 64], of all ranks
+  std::int32_t* route_order;     // [T * K] of this rank: valid routes in row order, then -1
   std::int64_t* expert_offsets;  // [L + 1]
   RowSource* sources;            // [row_capacity], null where W = 1: there row i is position i of route_order
   TileTables tables;
   Task* tasks;
+  std::int32_t* scratch;  // see plan_scratch.h
 };
-// Tickets lie in cache lines of their own. Both ends of the pull stream have a counter: pieces, and the combine's tokens
-// behind them, which other warps claim.
+// Tickets lie in cache lines of their own. Both ends of the pull stream have a counter: pieces, and the combine's
+// tokens behind them, which other warps claim.
 inline constexpr std::int64_t kTicketStride = kRegionAlignment / 4;
 inline constexpr std::int64_t kComputeTickets = 0;
 inline constexpr std::int64_t kDispatchTickets = 1;
 inline constexpr std::int64_t kCombineTickets = 2;
+inline constexpr std::int64_t kNumTickets = 3;
+
+// The local regions of a plan in memory that begins at `local`, and so all of it for one rank but route_order. They end
+// where the rings begin, and do not depend on those nor on the type of activations.
+inline PlanMemory local_plan_memory(void* local, const Problem& problem, const Tiling& tiling,
+                                    const Schedule& schedule) {
+  const auto at = [&](Region region) {
+    return static_cast<void*>(static_cast<char*>(local) + region_offset(region, problem, tiling, schedule, 1));
+  };
+  const auto words = [&](Region region) { return static_cast<std::int32_t*>(at(region)); };
+  PlanMemory memory{};
+  memory.launch = static_cast<LaunchState*>(at(Region::kLaunch));
+  memory.sizes = static_cast<PlanSizes*>(at(Region::kPlanSizes));
+  memory.tickets = words(Region::kTickets);
+  memory.counters = words(Region::kCounters);
+  memory.class_counts = words(Region::kAllClassCounts);
+  memory.expert_offsets = static_cast<std::int64_t*>(at(Region::kExpertOffsets));
+  if (problem.num_ranks > 1) memory.sources = static_cast<RowSource*>(at(Region::kRowSources));
+  memory.tables = {static_cast<RowTile*>(at(Region::kRowTiles)), static_cast<Segment*>(at(Region::kSegments)),
+                   words(Region::kMinibatchEnds), words(Region::kExpertTiles),
+                   words(Region::kExpertTiles) + problem.local_experts() + 1};
+  memory.tasks = static_cast<Task*>(at(Region::kTasks));
+  memory.scratch = words(Region::kPlanScratch);
+  return memory;
+}
+// Bytes of that memory.
+inline std::int64_t local_plan_bytes(const Problem& problem, const Tiling& tiling, const Schedule& schedule) {
+  return region_offset(Region::kXRing, problem, tiling, schedule, 1);
+}
 
 // The plan as dependencies.h takes it. Call after the wait for kPlanReady.
 MOE_HOST_DEVICE inline Plan plan_in_memory(const PlanMemory& memory, const Problem& problem, const Tiling& tiling,

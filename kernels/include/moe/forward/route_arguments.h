@@ -16,14 +16,12 @@ struct RouteArguments {
   std::int64_t tokens;  // T
   TopkIds topk_idx;
   PlanMemory memory;
-  std::int32_t* saved_expert_offsets;  // [L + 1] output of the op, all -1 if the step is refused
-  StepStatus* status;
-  LogRecord* log;  // or null
+  std::int32_t* saved_expert_offsets;  // [L + 1] output of the op, all -1 if the step is refused; or null
+  std::int64_t* first_bad;             // [1] position t * K + k of the first bad id, or -1; or null
+  StepStatus* status;                  // or null: a bad id is not reported to the host
+  LogRecord* log;                      // or null
   std::int64_t log_capacity;
   unsigned long long* log_size;
 };
-
-// The most experts whose counters fit the route kernel's shared memory.
-inline constexpr std::int64_t kMaxRouteExperts = 1024;
 
 }  // namespace moe

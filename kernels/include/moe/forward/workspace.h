@@ -29,21 +29,8 @@ class ForwardWorkspace {
 
   // The plan's memory at `base`; `row_route` is the op's output, which with one rank is the row order itself.
   PlanMemory plan_memory(unsigned char* base, std::int32_t* row_route) const {
-    const auto at = [&](Region region) { return base + offset(region); };
-    PlanMemory memory{};
-    memory.launch = reinterpret_cast<LaunchState*>(at(Region::kLaunch));
-    memory.sizes = reinterpret_cast<PlanSizes*>(at(Region::kPlanSizes));
-    memory.tickets = reinterpret_cast<std::int32_t*>(at(Region::kTickets));
-    memory.counters = reinterpret_cast<std::int32_t*>(at(Region::kCounters));
-    memory.class_counts = reinterpret_cast<std::int32_t*>(at(Region::kAllClassCounts));
+    PlanMemory memory = local_plan_memory(base + size(Region::kFlagDone), problem_, tiling_, schedule_);
     memory.route_order = row_route;
-    memory.expert_offsets = reinterpret_cast<std::int64_t*>(at(Region::kExpertOffsets));
-    memory.sources = nullptr;
-    auto* expert_tiles = reinterpret_cast<std::int32_t*>(at(Region::kExpertTiles));
-    memory.tables = {reinterpret_cast<RowTile*>(at(Region::kRowTiles)), reinterpret_cast<Segment*>(at(Region::kSegments)),
-                     reinterpret_cast<std::int32_t*>(at(Region::kMinibatchEnds)), expert_tiles,
-                     expert_tiles + problem_.local_experts() + 1};
-    memory.tasks = reinterpret_cast<Task*>(at(Region::kTasks));
     return memory;
   }
 

@@ -8,9 +8,11 @@
 #include "moe/host_device.h"
 #include "moe/plan/dependencies.h"
 #include "moe/plan/edges.h"
+#include "moe/plan/plan_scratch.h"
 #include "moe/plan/problem.h"
 #include "moe/plan/rows.h"
 #include "moe/plan/tasks.h"
+#include "moe/plan/tiles.h"
 
 namespace moe {
 
@@ -41,6 +43,7 @@ enum class Region : std::int32_t {
   kMinibatchEnds,   // [max_row_tiles] int32
   kExpertTiles,     // 2 x [L + 1] int32: expert_tiles, expert_pieces
   kTasks,           // [max_tasks] Task
+  kPlanScratch,     // int32 arrays of the blocks that build the plan, see plan_scratch.h
   kXRing,           // [x_slots, kRowTile, H] forward
   kARing,           // [a_slots, kRowTile, I] forward
   kDyRows,          // [max_row_tiles, kRowTile, H] backward
@@ -49,7 +52,7 @@ enum class Region : std::int32_t {
   kDh,              // [max_row_tiles, kRowTile, 2I] backward
   kPartials,        // [max_row_tiles, kRowTile, ceil(I / 128)] float32 backward: dS partials
 };
-inline constexpr std::int64_t kNumRegions = 31;
+inline constexpr std::int64_t kNumRegions = 32;
 inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kLaunch);
 // Bytes. TMA needs 128 for its swizzle atoms; a pair of cache lines is 256.
 inline constexpr std::int64_t kRegionAlignment = 256;
@@ -74,6 +77,16 @@ struct LaunchState {
   std::int64_t generation;   // of the last launch that has ended; this one's is one more
   std::int64_t plan_ready;   // Counter::kPlanReady
   std::int64_t blocks_left;  // blocks of this launch that have left
+};
+
+// What the plan task has found out about sizes, which the host does not know. A refused step (a bad id) has no tiles
+// and no tile tasks; its combine stores NaN.
+struct PlanSizes {
+  TileCounts counts;
+  std::int64_t num_tasks;
+  std::int64_t num_gate_up;  // of them; the first ones where stages are separate
+  std::int64_t refused;      // 1: outputs are NaN
+  std::int64_t aborted;      // set by a wait that has run out of time: from then on no wait of this launch waits
 };
 
 // int32 counters of one launch, one array after the other, zeroed by the plan task before anything waits for them.
@@ -136,8 +149,6 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return static_cast<std::int64_t>(sizeof(LaunchState));
     case Region::kTickets:
       return 3 * kRegionAlignment;
-    case Region::kPlanSizes:
-      return kRegionAlignment;
     case Region::kCounters:
       return 4 * counter_offset(static_cast<Counter>(kNumCounters), p);
     case Region::kAllClassCounts:
@@ -159,6 +170,10 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return 2 * (p.local_experts() + 1) * 4;
     case Region::kTasks:
       return (forward > backward ? forward : backward) * static_cast<std::int64_t>(sizeof(Task));
+    case Region::kPlanSizes:
+      return static_cast<std::int64_t>(sizeof(PlanSizes));
+    case Region::kPlanScratch:
+      return plan_scratch(nullptr, p).size * 4;
     case Region::kXRing:
       return s.x_slots * kRowTile * row_pitch(p.hidden, element);
     case Region::kARing:
