@@ -1,0 +1,108 @@
+// The team of team.h on one thread of the host: blocks, threads and warps one after the other, in an order that a seed
+// shuffles anew for every stage and phase, so that a missing barrier shows as a result that depends on the seed. Host
+// only; used by tests.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "moe/plan/plan_scratch.h"
+#include "moe/plan/team.h"
+
+namespace moe {
+
+struct SerialTeam {
+  std::int32_t num_blocks;
+  std::int32_t num_threads;  // of a block
+  std::int32_t num_warps;    // of a block; unlike on a device, any number is right for the threads
+  std::int32_t shared_words;
+  std::uint64_t seed;
+};
+
+struct SerialWarp {
+  std::int32_t index;
+  std::int32_t lane = 0;
+  std::int32_t lanes = 1;
+
+  void add(std::int32_t* counter) const { ++*counter; }
+  std::int32_t take(std::int32_t* counters, std::int32_t key) const { return key < 0 ? -1 : counters[key]++; }
+};
+
+class SerialBlock {
+ public:
+  SerialBlock(const SerialTeam& team, std::int32_t block, std::int32_t* memory, std::mt19937_64& random)
+      : index(block),
+        count(team.num_blocks),
+        num_warps(team.num_warps),
+        shared(memory),
+        shared_words(team.shared_words),
+        num_threads_(team.num_threads),
+        random_(random) {}
+
+  const std::int32_t index;
+  const std::int32_t count;
+  const std::int32_t num_warps;
+  std::int32_t* const shared;
+  const std::int32_t shared_words;
+
+  template <typename Function>
+  void phase(Function function) {
+    for (const std::int32_t thread : shuffled(num_threads_, random_)) {
+      function(Thread{thread, num_threads_, index * num_threads_ + thread, count * num_threads_});
+    }
+  }
+  template <typename Function>
+  void warps(Function function) {
+    for (const std::int32_t warp : shuffled(num_warps, random_)) function(SerialWarp{warp});
+  }
+  void exclusive_sum(std::int32_t* values, std::int32_t n) {
+    std::int32_t sum = 0;
+    for (std::int32_t i = 0; i <= n; ++i) {
+      const std::int32_t before = sum;
+      if (i < n) sum += values[i];
+      values[i] = before;
+    }
+  }
+  void exclusive_sums(std::int32_t* values, std::int32_t pitch, std::int32_t columns, std::int32_t n) {
+    for (std::int32_t c = 0; c < columns; ++c) exclusive_sum(values + c * pitch, n);
+  }
+  void lower(std::int32_t* address, std::int32_t value) { *address = std::min(*address, value); }
+
+  static std::vector<std::int32_t> shuffled(std::int32_t n, std::mt19937_64& random) {
+    std::vector<std::int32_t> order(static_cast<std::size_t>(n));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    return order;
+  }
+
+ private:
+  std::int32_t num_threads_;
+  std::mt19937_64& random_;
+};
+
+class SerialCluster {
+ public:
+  explicit SerialCluster(const SerialTeam& team) : team_(team), random_(team.seed) {
+    const auto words = static_cast<std::size_t>(team.shared_words);
+    for (std::int32_t block = 0; block < team.num_blocks; ++block) shared_.emplace_back(words, -7);
+  }
+
+  template <typename Function>
+  void stage(Function function) {
+    for (const std::int32_t index : SerialBlock::shuffled(team_.num_blocks, random_)) {
+      SerialBlock block(team_, index, shared_[static_cast<std::size_t>(index)].data(), random_);
+      function(block);
+    }
+  }
+
+ private:
+  SerialTeam team_;
+  std::mt19937_64 random_;
+  std::vector<std::vector<std::int32_t>> shared_;
+};
+
+}  // namespace moe
