@@ -1,0 +1,167 @@
+// The route kernel: the stages of plan/parallel.h by one cluster, then what the layer's kernel and the host are told.
+// Owns the order of those last writes. Bounded: nothing here waits for anything outside the cluster.
+#include <cuda/atomic>
+
+#include "cluster_team.h"
+#include "moe/plan/parallel.h"
+#include "route_kernel.h"
+
+namespace moe {
+namespace {
+
+// 4 warps for each of a block's 8 residues.
+constexpr std::int32_t kRouteWarps = 32;
+constexpr int kRouteThreads = kRouteWarps * kLanes;
+constexpr int kRouteSharedBytes = static_cast<int>(kPlanSharedWords * sizeof(std::int32_t));
+
+// What the last thread tells others.
+struct RouteEnd {
+  LaunchState* launch;
+  std::int64_t* first_bad;  // or null
+  StepStatus* status;       // or null
+  LogRecord* log;           // or null
+  std::int64_t log_capacity;
+  unsigned long long* log_size;
+};
+
+__device__ ClusterTeam<kRouteWarps> this_team() {
+  extern __shared__ std::int32_t shared[];
+  __shared__ std::int32_t warp_sums[kRouteWarps];
+  return {{static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(threadIdx.x), shared, warp_sums}};
+}
+
+__device__ std::int64_t clock_ns() {
+  std::int64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+__device__ void write_log(const RouteEnd& end, LogEvent event, Counter counter, std::int64_t value) {
+  if (end.log == nullptr) return;
+  const unsigned long long slot = atomicAdd(end.log_size, 1ull);
+  if (slot >= static_cast<unsigned long long>(end.log_capacity)) return;
+  end.log[slot] = {0,
+                   static_cast<std::int32_t>(Role::kPlan),
+                   static_cast<std::int32_t>(event),
+                   -1,
+                   static_cast<std::int32_t>(counter),
+                   0,
+                   value,
+                   clock_ns()};
+}
+
+// The host looks at the code alone, so it is written last; a record that it has not taken yet stays.
+__device__ void report_bad_id(StepStatus* status, std::int64_t position, std::int64_t id, std::int64_t top_k,
+                              std::int64_t num_experts) {
+  volatile std::int64_t* code = &status->code;
+  if (*code != static_cast<std::int64_t>(StatusCode::kNone)) return;
+  const std::int64_t values[] = {position, id, top_k, num_experts};
+  for (int i = 0; i < 4; ++i) status->values[i] = values[i];
+  __threadfence_system();
+  *code = static_cast<std::int64_t>(StatusCode::kBadId);
+}
+
+// With one rank this rank's "ready" is all there is to wait for. The release is cumulative: behind the cluster's last
+// barrier it covers what all of its blocks have written.
+__device__ void raise_plan_ready(const RouteEnd& end) {
+  if (end.launch == nullptr) return;
+  const std::int64_t generation = end.launch->generation + 1;
+  write_log(end, LogEvent::kRaise, Counter::kPeerReady, generation);
+  write_log(end, LogEvent::kWait, Counter::kPeerReady, generation);
+  write_log(end, LogEvent::kRaise, Counter::kPlanReady, generation);
+  __threadfence();
+  cuda::atomic_ref<std::int64_t, cuda::thread_scope_device>(end.launch->plan_ready)
+      .store(generation, cuda::std::memory_order_release);
+}
+
+template <typename Id>
+__global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kRouteThreads, 1)
+    route_kernel(const __grid_constant__ SortJob<Id> sort, const __grid_constant__ PlanJob plan,
+                 const __grid_constant__ RouteEnd end) {
+  ClusterTeam<kRouteWarps> team = this_team();
+  plan_own_routes(team, sort, plan);
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  const std::int32_t first = first_bad_of(sort.part_first_bad, static_cast<std::int32_t>(kPlanBlocks));
+  const std::int64_t bad = first == kNoBadId ? -1 : first;
+  if (end.first_bad != nullptr) *end.first_bad = bad;
+  if (bad >= 0 && end.status != nullptr) {
+    const std::int64_t id = sort.ids.at(bad / sort.ids.top_k, bad % sort.ids.top_k);
+    report_bad_id(end.status, bad, id, sort.ids.top_k, sort.num_experts);
+  }
+  raise_plan_ready(end);
+}
+
+__global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kRouteThreads, 1)
+    plan_kernel(const __grid_constant__ RankRoutes routes, const __grid_constant__ PlanJob plan,
+                const __grid_constant__ RouteEnd end) {
+  ClusterTeam<kRouteWarps> team = this_team();
+  plan_all_routes(team, routes, plan);
+  if (blockIdx.x == 0 && threadIdx.x == 0) raise_plan_ready(end);
+}
+
+PlanJob plan_job(const RouteArguments& arguments, std::int64_t num_parts) {
+  const Problem& p = arguments.problem;
+  const PlanMemory& memory = arguments.memory;
+  PlanJob job{};
+  job.shape = plan_shape(p, arguments.tiling, arguments.schedule);
+  job.scratch = plan_scratch(memory.scratch, p);
+  job.num_parts = static_cast<std::int32_t>(num_parts);
+  job.expert_offsets = memory.expert_offsets;
+  job.saved_expert_offsets = arguments.saved_expert_offsets;
+  job.tables = memory.tables;
+  job.tasks = memory.tasks;
+  job.sizes = memory.sizes;
+  job.sources = memory.sources;
+  job.counters = memory.counters;
+  job.num_counters = counter_offset(static_cast<Counter>(kNumCounters), p);
+  job.tickets = memory.tickets;
+  job.num_tickets = kNumTickets * kTicketStride;
+  return job;
+}
+
+RouteEnd route_end(const RouteArguments& arguments) {
+  return {arguments.memory.launch, arguments.first_bad,    arguments.status,
+          arguments.log,           arguments.log_capacity, arguments.log_size};
+}
+
+// The attribute is set before every launch: it belongs to the current device, and setting it again costs nothing.
+template <typename... Arguments>
+cudaError_t launch(void (*kernel)(Arguments...), cudaStream_t stream, const Arguments&... arguments) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRouteSharedBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(kPlanBlocks), kRouteThreads, kRouteSharedBytes, stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+template <typename Id>
+cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
+  const TopkIds& ids = arguments.topk_idx;
+  const PlanJob plan = plan_job(arguments, kPlanBlocks);
+  SortJob<Id> sort{};
+  sort.ids = {static_cast<const Id*>(ids.ids), arguments.tokens, arguments.problem.top_k, ids.token_stride,
+              ids.slot_stride};
+  sort.num_experts = static_cast<std::int32_t>(arguments.problem.num_experts);
+  sort.experts_at_once = static_cast<std::int32_t>(kMaxRouteExperts);
+  sort.route_order = arguments.memory.route_order;
+  sort.class_counts = arguments.memory.class_counts;
+  sort.part_counts = plan.scratch.part_counts;
+  sort.part_first_bad = plan.scratch.part_first_bad;
+  return launch(route_kernel<Id>, stream, sort, plan, route_end(arguments));
+}
+
+}  // namespace
+
+cudaError_t launch_route(const RouteArguments& arguments, cudaStream_t stream) {
+  return arguments.topk_idx.wide ? launch_ids<std::int64_t>(arguments, stream)
+                                 : launch_ids<std::int32_t>(arguments, stream);
+}
+
+cudaError_t launch_plan(const RouteArguments& arguments, const std::int32_t* class_counts,
+                        const std::int64_t* token_starts, cudaStream_t stream) {
+  const Problem& p = arguments.problem;
+  const RankRoutes routes{class_counts, token_starts, p.num_ranks, p.num_experts};
+  return launch(plan_kernel, stream, routes, plan_job(arguments, p.num_ranks), route_end(arguments));
+}
+
+}  // namespace moe
