@@ -19,53 +19,14 @@ namespace {
 constexpr const char* kTables = "plan_tables";
 constexpr std::int64_t kGeneration = 1;  // of the flags in the records
 
-// Starts of the ranks' tokens, after a check that `tokens` and the counts belong to the configuration.
-std::vector<std::int64_t> token_starts(const PlanConfig& config, const Tensor& class_counts, const Tensor& tokens) {
+Numbers offsets_of_experts(const PlanConfig& config, const RankRoutes& routes) {
   const Problem& p = config.problem;
-  const std::vector<std::int64_t> routes = check_class_counts(kTables, class_counts);
-  STD_TORCH_CHECK(class_counts.size(0) == p.num_ranks && class_counts.size(1) == p.num_experts,
-                  "moe::plan_tables: class_counts: expected shape [", p.num_ranks, ", ", p.num_experts, ", ",
-                  kTokenResidues, "] as config says, got [", class_counts.size(0), ", ", class_counts.size(1), ", ",
-                  kTokenResidues, "]");
-  check_vector(kTables, "tokens", tokens, p.num_ranks);
-  const std::int64_t* count = tokens.const_data_ptr<std::int64_t>();
-  std::vector<std::int64_t> starts;
-  std::int64_t start = 0;
-  for (std::int64_t rank = 0; rank < p.num_ranks; ++rank) {
-    STD_TORCH_CHECK(count[rank] >= 0 && count[rank] <= p.max_tokens, "moe::plan_tables: tokens: expected 0 to ",
-                    p.max_tokens, " (max_tokens), got ", count[rank], " for rank ", rank);
-    const std::int64_t rank_routes = routes[static_cast<std::size_t>(rank)];
-    STD_TORCH_CHECK(rank_routes <= count[rank] * p.top_k, "moe::plan_tables: class_counts: expected at most ",
-                    count[rank] * p.top_k, " routes (tokens * top_k), got ", rank_routes, " for rank ", rank);
-    starts.push_back(start);
-    start += count[rank];
-  }
-  return starts;
-}
-
-std::vector<std::int64_t> offsets_of_experts(const PlanConfig& config, const RankRoutes& routes) {
-  const Problem& p = config.problem;
-  const std::int64_t rows = rows_of_rank(routes, p.rank);
-  STD_TORCH_CHECK(rows <= p.row_capacity, "moe::plan_tables: config: expected row_capacity >= ", rows,
-                  ", the rows that arrive at rank ", p.rank, ", got ", p.row_capacity);
-  std::vector<std::int64_t> offsets(static_cast<std::size_t>(p.local_experts() + 1));
-  std::vector<std::int64_t> scratch(static_cast<std::size_t>(p.num_ranks * (kTokenResidues + 2)));
+  Numbers offsets(static_cast<std::size_t>(p.local_experts() + 1));
+  Numbers scratch(static_cast<std::size_t>(p.num_ranks * (kTokenResidues + 2)));
   std::int64_t* send = scratch.data() + p.num_ranks * kTokenResidues;
   merge_rows(routes, p.rank, scratch.data(), {offsets.data(), nullptr, send, send + p.num_ranks});
   return offsets;
 }
-
-template <typename Row, typename Columns>
-Tensor rows_to_tensor(const Tensor& like, const Row* rows, std::int64_t count, std::int64_t columns, Columns read) {
-  std::vector<std::int64_t> values;
-  values.reserve(static_cast<std::size_t>(count * columns));
-  for (std::int64_t i = 0; i < count; ++i) {
-    for (const std::int64_t value : read(rows[i])) values.push_back(value);
-  }
-  return to_tensor(like, values, columns);
-}
-
-using Numbers = std::vector<std::int64_t>;
 
 // See src/moe_megakernel/plan.py, PlanTables, for what each result holds.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_tables(
@@ -75,8 +36,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   STD_TORCH_CHECK(direction == 0 || direction == 1,
                   "moe::plan_tables: direction: expected 0 (forward) or 1 (backward), got ", direction);
   STD_TORCH_CHECK(needs >= 0 && needs < 16, "moe::plan_tables: needs: expected a mask of 4 bits, got ", needs);
-  const std::vector<std::int64_t> starts = token_starts(read, class_counts, tokens);
-  const Numbers offsets = offsets_of_experts(read, rank_routes(class_counts, starts.data()));
+  const Numbers starts = token_starts(kTables, read, class_counts, tokens);
+  const RankRoutes routes = rank_routes(class_counts, starts.data());
+  check_capacity(kTables, read, routes);
+  const Numbers offsets = offsets_of_experts(read, routes);
   const std::int64_t own_tokens = tokens.const_data_ptr<std::int64_t>()[read.problem.rank];
   const GradNeeds grads{(needs & 1) != 0, (needs & 2) != 0, (needs & 4) != 0, (needs & 8) != 0};
   const OwnedPlan owned =
@@ -95,17 +58,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   };
   return {
       to_tensor(tokens, owned.expert_offsets, 0),
-      rows_to_tensor(tokens, owned.tiles.data(), plan.counts.tiles, 3,
-                     [](const RowTile& t) { return Numbers{t.expert, t.row_begin, t.rows}; }),
-      rows_to_tensor(tokens, owned.segments.data(), plan.counts.segments, 4,
-                     [](const Segment& s) { return Numbers{s.expert, s.tile_begin, s.tiles, s.minibatch}; }),
+      rows_to_tensor(tokens, owned.tiles.data(), plan.counts.tiles, kTileColumns, numbers_of_tile),
+      rows_to_tensor(tokens, owned.segments.data(), plan.counts.segments, kSegmentColumns, numbers_of_segment),
       to_tensor(tokens, widen(owned.minibatch_ends, plan.counts.minibatches), 0),
       to_tensor(tokens, widen(owned.expert_tiles, read.problem.local_experts() + 1), 0),
       to_tensor(tokens, widen(owned.expert_pieces, read.problem.local_experts() + 1), 0),
-      rows_to_tensor(tokens, owned.tasks.data(), plan.num_tasks, 5,
-                     [](const Task& t) {
-                       return Numbers{static_cast<std::int64_t>(t.kind), t.expert, t.tile, t.column, t.paired_columns};
-                     }),
+      rows_to_tensor(tokens, owned.tasks.data(), plan.num_tasks, kTaskColumns, numbers_of_task),
       rows_to_tensor(
           tokens, pulls.data(), static_cast<std::int64_t>(pulls.size()), 4,
           [](const PullTicket& t) { return Numbers{static_cast<std::int64_t>(t.kind), t.source, t.tile, t.piece}; }),

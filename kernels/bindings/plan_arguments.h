@@ -1,5 +1,6 @@
 // Reads and checks the arguments that the plan's ops share: the class counts of all ranks, tokens per rank, and the
-// configuration. Owns their error messages. Called by rows.cpp and plan.cpp.
+// configuration; and copies tables out as integers. Owns the error messages and the columns. Called by rows.cpp,
+// plan.cpp and route_cuda.cpp.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,11 +14,14 @@
 
 #include "moe/plan/config.h"
 #include "moe/plan/rows.h"
+#include "moe/plan/tasks.h"
+#include "moe/plan/tiles.h"
 
 namespace moe {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Numbers = std::vector<std::int64_t>;
 
 inline void check_vector(const char* op, const char* name, const Tensor& tensor, std::int64_t length) {
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == length && tensor.scalar_type() == ScalarType::Long &&
@@ -71,6 +75,37 @@ inline PlanConfig read_config(const char* op, const Tensor& config) {
   return read;
 }
 
+// Starts of the ranks' tokens, after a check that `tokens` and the counts belong to the configuration.
+inline Numbers token_starts(const char* op, const PlanConfig& config, const Tensor& class_counts,
+                            const Tensor& tokens) {
+  const Problem& p = config.problem;
+  const Numbers routes = check_class_counts(op, class_counts);
+  STD_TORCH_CHECK(class_counts.size(0) == p.num_ranks && class_counts.size(1) == p.num_experts, "moe::", op,
+                  ": class_counts: expected shape [", p.num_ranks, ", ", p.num_experts, ", ", kTokenResidues,
+                  "] as config says, got [", class_counts.size(0), ", ", class_counts.size(1), ", ", kTokenResidues,
+                  "]");
+  check_vector(op, "tokens", tokens, p.num_ranks);
+  const std::int64_t* count = tokens.const_data_ptr<std::int64_t>();
+  Numbers starts;
+  std::int64_t start = 0;
+  for (std::int64_t rank = 0; rank < p.num_ranks; ++rank) {
+    STD_TORCH_CHECK(count[rank] >= 0 && count[rank] <= p.max_tokens, "moe::", op, ": tokens: expected 0 to ",
+                    p.max_tokens, " (max_tokens), got ", count[rank], " for rank ", rank);
+    const std::int64_t rank_routes = routes[static_cast<std::size_t>(rank)];
+    STD_TORCH_CHECK(rank_routes <= count[rank] * p.top_k, "moe::", op, ": class_counts: expected at most ",
+                    count[rank] * p.top_k, " routes (tokens * top_k), got ", rank_routes, " for rank ", rank);
+    starts.push_back(start);
+    start += count[rank];
+  }
+  return starts;
+}
+
+inline void check_capacity(const char* op, const PlanConfig& config, const RankRoutes& routes) {
+  const std::int64_t rows = rows_of_rank(routes, config.problem.rank);
+  STD_TORCH_CHECK(rows <= config.problem.row_capacity, "moe::", op, ": config: expected row_capacity >= ", rows,
+                  ", the rows that arrive at rank ", config.problem.rank, ", got ", config.problem.row_capacity);
+}
+
 // [rows, columns] int64 of `values`, which hold rows * columns numbers; columns 0 makes a vector.
 inline Tensor to_tensor(const Tensor& like, const std::vector<std::int64_t>& values, std::int64_t columns) {
   const auto size = static_cast<std::int64_t>(values.size());
@@ -78,6 +113,26 @@ inline Tensor to_tensor(const Tensor& like, const std::vector<std::int64_t>& val
                             : torch::stable::new_empty(like, {size / columns, columns}, ScalarType::Long);
   if (size > 0) std::memcpy(out.mutable_data_ptr<std::int64_t>(), values.data(), values.size() * sizeof(std::int64_t));
   return out;
+}
+
+// The same of `count` rows, each read as `columns` numbers.
+template <typename Row, typename Columns>
+Tensor rows_to_tensor(const Tensor& like, const Row* rows, std::int64_t count, std::int64_t columns, Columns read) {
+  Numbers values;
+  values.reserve(static_cast<std::size_t>(count * columns));
+  for (std::int64_t i = 0; i < count; ++i) {
+    for (const std::int64_t value : read(rows[i])) values.push_back(value);
+  }
+  return to_tensor(like, values, columns);
+}
+
+inline constexpr std::int64_t kTileColumns = 3;
+inline Numbers numbers_of_tile(const RowTile& t) { return {t.expert, t.row_begin, t.rows}; }
+inline constexpr std::int64_t kSegmentColumns = 4;
+inline Numbers numbers_of_segment(const Segment& s) { return {s.expert, s.tile_begin, s.tiles, s.minibatch}; }
+inline constexpr std::int64_t kTaskColumns = 5;
+inline Numbers numbers_of_task(const Task& t) {
+  return {static_cast<std::int64_t>(t.kind), t.expert, t.tile, t.column, t.paired_columns};
 }
 
 }  // namespace moe

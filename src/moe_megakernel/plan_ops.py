@@ -1,8 +1,10 @@
-"""Schemas and fake kernels of the ops that plan: `moe::merge_rows`, `plan_tables`, `plan_layout`, `plan_edges`.
+"""Schemas and fake kernels of the ops that plan: `moe::merge_rows`, `plan_tables`, `plan_layout`, `plan_edges`, and
+`device_plan`.
 
 Imported by `inner_ops` before the native library is loaded, which registers their CPU kernels
 (`kernels/bindings/rows.cpp`, `plan.cpp`). There is no other kernel: `distributed.exchange` has a twin of `merge_rows`
-in PyTorch, and `plan` says in words that it needs the library.
+in PyTorch, and `plan` says in words that it needs the library. `device_plan` has a CUDA kernel alone
+(`kernels/bindings/route_cuda.cpp`): the forward's plan as a device builds it, for tests.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ SCHEMAS = (
     "plan_tables(Tensor class_counts, Tensor tokens, Tensor config, int direction, int needs) "
     "-> (Tensor expert_offsets, Tensor tiles, Tensor segments, Tensor minibatch_ends, Tensor expert_tiles, "
     "Tensor expert_pieces, Tensor tasks, Tensor pulls, Tensor waits, Tensor raises, Tensor ring_minimum)",
+    "device_plan(Tensor class_counts, Tensor tokens, Tensor config) "
+    "-> (Tensor expert_offsets, Tensor sources, Tensor tiles, Tensor segments, Tensor minibatch_ends, "
+    "Tensor expert_tiles, Tensor expert_pieces, Tensor tasks)",
     "plan_layout(Tensor config, int element) -> Tensor",
     "plan_edges(Tensor like) -> Tensor",
 )
@@ -68,6 +73,21 @@ def _plan_tables(
     )
 
 
+def _device_plan(class_counts: Tensor, tokens: Tensor, config: Tensor) -> tuple[Tensor, ...]:
+    new = config.new_empty
+    experts = _unknown()
+    return (
+        new(experts),
+        new(_unknown(), 2),
+        new(_unknown(), 3),
+        new(_unknown(), 4),
+        new(_unknown()),
+        new(experts),
+        new(experts),
+        new(_unknown(), 5),
+    )
+
+
 def _plan_layout(config: Tensor, element: int) -> Tensor:
     return config.new_empty(len(Region), 3)
 
@@ -79,6 +99,7 @@ def _plan_edges(like: Tensor) -> Tensor:
 _FAKES: dict[str, Callable[..., Any]] = {
     "merge_rows": _merge_rows,
     "plan_tables": _plan_tables,
+    "device_plan": _device_plan,
     "plan_layout": _plan_layout,
     "plan_edges": _plan_edges,
 }

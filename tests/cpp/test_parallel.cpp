@@ -141,7 +141,7 @@ struct PlanMemory {
     const auto most = size_of(p.max_row_tiles());
     // What the sums need, and the sort's counters; with or without room for the arrays over segments and for staging.
     std::int64_t shared = moe::kExpertColumns * experts;
-    const std::int64_t counting = c.team.num_warps * (p.num_experts | 1) + 10 * p.num_experts + 3;
+    const std::int64_t counting = c.team.num_warps * (p.num_experts | 1) + 10 * p.num_experts + 4;
     if (num_ranks(c) == 1 && counting > shared) shared = counting;
     if (in_shared) shared += moe::kSegmentArrays * (p.max_row_tiles() + 1) + p.max_routes();
     c.team.shared_words = static_cast<std::int32_t>(shared);
@@ -182,6 +182,9 @@ struct PlanMemory {
     MOE_CHECK_EQUAL(sizes.counts.segments, n.segments);
     MOE_CHECK_EQUAL(sizes.counts.minibatches, n.minibatches);
     MOE_CHECK_EQUAL(sizes.num_tasks, plan.plan.num_tasks);
+    std::int64_t num_gate_up = 0;
+    for (const moe::Task& task : plan.tasks) num_gate_up += task.kind == moe::TaskKind::kGateUp;
+    MOE_CHECK_EQUAL(sizes.num_gate_up, num_gate_up);
     MOE_CHECK_EQUAL(sizes.refused, refused ? 1 : 0);
     MOE_CHECK_EQUAL(text(expert_offsets), text(plan.expert_offsets));
     const std::vector<std::int64_t> none(offsets.size(), -1);
@@ -228,9 +231,14 @@ void run_own(Case& c, const Sorted& expected, std::int64_t bad_fill, bool with_p
   }
   PlanMemory memory(c, c.team.seed % 4 < 2);
   std::vector<std::int32_t> route_order(ids.size(), kUnwritten), counts(expected.class_counts.size(), kUnwritten);
-  const moe::SortJob<Id> sort{
-      view,          static_cast<std::int32_t>(p.num_experts), route_order.data(),
-      counts.data(), memory.job.scratch.part_counts,           memory.job.scratch.part_first_bad};
+  moe::SortJob<Id> sort{};
+  sort.ids = view;
+  sort.num_experts = static_cast<std::int32_t>(p.num_experts);
+  sort.experts_at_once = static_cast<std::int32_t>(c.team.seed % 3 == 0 ? 1 + c.team.seed % 40 : 300);
+  sort.route_order = route_order.data();
+  sort.class_counts = counts.data();
+  sort.part_counts = memory.job.scratch.part_counts;
+  sort.part_first_bad = memory.job.scratch.part_first_bad;
   if (!with_plan) memory.job.sizes = nullptr;
   moe::SerialCluster cluster(c.team);
   moe::plan_own_routes(cluster, sort, memory.job);

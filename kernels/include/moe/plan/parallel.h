@@ -18,15 +18,19 @@ namespace moe {
 // Sorts the routes of the only rank and plans them. Without tables (plan.sizes is null) it only sorts.
 template <typename Cluster, typename Id>
 MOE_HOST_DEVICE void plan_own_routes(Cluster& cluster, const SortJob<Id>& sort, const PlanJob& plan) {
-  cluster.stage([&](auto& block) {
-    clear_counters(block, plan);
-    count_in_parallel(block, sort);
-  });
-  cluster.stage([&](auto& block) {
-    const bool refused = first_bad_of(sort.part_first_bad, block.count) != kNoBadId;
-    place_in_parallel(block, sort);
-    if (plan.sizes != nullptr) build_in_parallel(block, plan, refused);
-  });
+  MOE_ROLLED
+  for (std::int32_t first = 0; first < sort.num_experts; first += sort.experts_at_once) {
+    const ExpertRound round = expert_round(sort, first);
+    cluster.stage([&](auto& block) {
+      if (first == 0 && plan.sizes != nullptr) clear_counters(block, plan);
+      count_in_parallel(block, sort, round);
+    });
+    cluster.stage([&](auto& block) {
+      place_in_parallel(block, sort, round);
+      if (!round.last || plan.sizes == nullptr) return;
+      build_in_parallel(block, plan, first_bad_of(sort.part_first_bad, block.count) != kNoBadId);
+    });
+  }
 }
 
 // Plans the rank of `plan` from the counts of all ranks. Requires its rows to fit their capacity.

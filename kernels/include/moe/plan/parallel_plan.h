@@ -147,7 +147,11 @@ MOE_HOST_DEVICE inline void fill_ends(const Thread& me, const PlanJob& job, cons
   const std::int32_t tile_tasks = sums.gate_up[sums.experts] + sums.down[sums.experts];
   job.tasks[tile_tasks] = {TaskKind::kClose, 0, 0, 0, 0};
   job.tasks[tile_tasks + 1] = {TaskKind::kDrain, 0, 0, 0, 0};
-  *job.sizes = {{sums.num_tiles(), sums.num_segments(), parts.minibatches}, tile_tasks + 2, parts.refused ? 1 : 0, 0};
+  *job.sizes = {{sums.num_tiles(), sums.num_segments(), parts.minibatches},
+                tile_tasks + 2,
+                sums.gate_up[sums.experts],
+                parts.refused ? 1 : 0,
+                0};
 }
 
 // Builds all tables of `job`. In the stage after the one that has written part_counts.

@@ -18,7 +18,8 @@ inline constexpr std::int32_t kNoBadId = std::numeric_limits<std::int32_t>::max(
 template <typename Id>
 struct SortJob {
   RouteIds<Id> ids;
-  std::int32_t num_experts;      // E <= kMaxRouteExperts
+  std::int32_t num_experts;      // E
+  std::int32_t experts_at_once;  // kMaxRouteExperts, or fewer: more are sorted in several rounds of the two stages
   std::int32_t* route_order;     // as in RouteSort
   std::int32_t* class_counts;    // as in RouteSort
   std::int32_t* part_counts;     // [blocks, E]: valid routes of each block's residues
@@ -30,6 +31,7 @@ struct SortJob {
 
 // A block's shared memory during the sort.
 struct SortShared {
+  std::int32_t* done;          // [1]: routes placed in earlier rounds
   std::int32_t* counters;      // [warps, pitch]: of each expert, the warp's routes; then those of earlier warps
   std::int32_t pitch;          // odd, so that the residues of one expert lie in different banks
   std::int32_t* class_begins;  // [E, residues of the block] + 1: prefix sums in the block's own order
@@ -45,7 +47,8 @@ MOE_HOST_DEVICE SortShared sort_shared(const Block& block, std::int32_t num_expe
   const auto residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
   SortShared shared{};
   shared.pitch = num_experts | 1;
-  shared.counters = block.shared;
+  shared.done = block.shared;
+  shared.counters = shared.done + 1;
   shared.class_begins = shared.counters + block.num_warps * shared.pitch;
   shared.begins = shared.class_begins + num_experts * residues + 1;
   shared.shifts = shared.begins + num_experts + 1;
@@ -53,6 +56,25 @@ MOE_HOST_DEVICE SortShared sort_shared(const Block& block, std::int32_t num_expe
   shared.staged = shared.first_bad + 1;
   shared.staged_size = block.shared_words - static_cast<std::int32_t>(shared.staged - block.shared);
   return shared;
+}
+
+// The experts of one round: [first, first + count).
+struct ExpertRound {
+  std::int32_t first;
+  std::int32_t count;
+  bool last;
+
+  // Which of them `id` is, or -1.
+  template <typename Id>
+  MOE_HOST_DEVICE std::int32_t find(Id id) const {
+    return id >= first && id - first < count ? static_cast<std::int32_t>(id - first) : -1;
+  }
+};
+
+template <typename Id>
+MOE_HOST_DEVICE ExpertRound expert_round(const SortJob<Id>& job, std::int32_t first) {
+  const std::int32_t left = job.num_experts - first;
+  return {first, min32(left, job.experts_at_once), left <= job.experts_at_once};
 }
 
 // Routes of one warp: those of tokens t with t mod 64 = residue and t div 64 in [begin, end).
@@ -115,23 +137,28 @@ MOE_HOST_DEVICE void walk_routes(const RouteIds<Id>& ids, const WarpRoutes& rang
 
 // First stage: class_counts, part_counts and part_first_bad. Leaves in shared memory what place_in_parallel needs.
 template <typename Id, typename Block>
-MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job) {
-  const std::int32_t num_experts = job.num_experts;
+MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job, const ExpertRound& round) {
+  const std::int32_t num_experts = round.count;
   const auto all = static_cast<std::int32_t>(kTokenResidues);
   const std::int32_t residues = all / block.count;
   const std::int32_t warps = block.num_warps / residues;
   const SortShared shared = sort_shared(block, num_experts);
   block.phase([&](const Thread& me) {
     me.each(block.num_warps * shared.pitch, [&](std::int32_t i) { shared.counters[i] = 0; });
-    if (me.index == 0) *shared.first_bad = kNoBadId;
+    if (me.index != 0) return;
+    *shared.first_bad = kNoBadId;
+    if (round.first == 0) *shared.done = 0;
   });
   block.warps([&](const auto& warp) {
     std::int32_t* counters = shared.counters + warp.index * shared.pitch;
     std::int32_t first_bad = kNoBadId;
     walk_routes<8>(job.ids, warp_routes(block, warp.index, job.tokens()), warp, [&](Id id, std::int32_t route) {
-      const RouteKind kind = route_kind(id, num_experts);
-      if (kind == RouteKind::kValid) warp.add(counters + static_cast<std::int32_t>(id));
-      if (kind == RouteKind::kBad && route < first_bad) first_bad = route;
+      const std::int32_t expert = round.find(id);
+      if (expert >= 0) {
+        warp.add(counters + expert);
+      } else if (route_kind(id, job.num_experts) == RouteKind::kBad && route < first_bad) {
+        first_bad = route;
+      }
     });
     if (first_bad != kNoBadId) block.lower(shared.first_bad, first_bad);
   });
@@ -148,14 +175,14 @@ MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job) {
         sum += count;
       }
       shared.class_begins[i] = sum;
-      job.class_counts[expert * all + block.index * residues + residue] = sum;
+      job.class_counts[(round.first + expert) * all + block.index * residues + residue] = sum;
     });
     if (me.index == 0) job.part_first_bad[block.index] = *shared.first_bad;
   });
   block.exclusive_sum(shared.class_begins, residues * num_experts);
   block.phase([&](const Thread& me) {
     me.each(num_experts, [&](std::int32_t e) {
-      job.part_counts[block.index * num_experts + e] =
+      job.part_counts[std::int64_t{block.index} * job.num_experts + round.first + e] =
           shared.class_begins[(e + 1) * residues] - shared.class_begins[e * residues];
     });
   });
@@ -163,9 +190,9 @@ MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job) {
 
 // Sends the block's staged routes to their places: each warp a range of them, expert after expert.
 template <typename Id, typename Block>
-MOE_HOST_DEVICE void store_staged(Block& block, const SortJob<Id>& job, const SortShared& shared) {
+MOE_HOST_DEVICE void store_staged(Block& block, const SortJob<Id>& job, const SortShared& shared,
+                                  std::int32_t num_experts) {
   const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
-  const std::int32_t num_experts = job.num_experts;
   const std::int32_t staged = shared.class_begins[num_experts * residues];
   const std::int32_t each = ceil_div32(staged, block.num_warps);
   const auto end_of = [&](std::int32_t expert) { return shared.class_begins[(expert + 1) * residues]; };
@@ -188,8 +215,8 @@ MOE_HOST_DEVICE void store_staged(Block& block, const SortJob<Id>& job, const So
 
 // Second stage: route_order. The part counts of all blocks say where a block's share of each expert begins.
 template <typename Id, typename Block>
-MOE_HOST_DEVICE void place_in_parallel(Block& block, const SortJob<Id>& job) {
-  const std::int32_t num_experts = job.num_experts;
+MOE_HOST_DEVICE void place_in_parallel(Block& block, const SortJob<Id>& job, const ExpertRound& round) {
+  const std::int32_t num_experts = round.count;
   const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
   const SortShared shared = sort_shared(block, num_experts);
   block.phase([&](const Thread& me) {
@@ -197,7 +224,7 @@ MOE_HOST_DEVICE void place_in_parallel(Block& block, const SortJob<Id>& job) {
       std::int32_t sum = 0;
       std::int32_t before = 0;
       for (std::int32_t part = 0; part < block.count; ++part) {
-        const std::int32_t count = job.part_counts[part * num_experts + e];
+        const std::int32_t count = job.part_counts[std::int64_t{part} * job.num_experts + round.first + e];
         sum += count;
         if (part < block.index) before += count;
       }
@@ -206,17 +233,17 @@ MOE_HOST_DEVICE void place_in_parallel(Block& block, const SortJob<Id>& job) {
     });
   });
   block.exclusive_sum(shared.begins, num_experts);
-  block.phase(
-      [&](const Thread& me) { me.each(num_experts, [&](std::int32_t e) { shared.shifts[e] += shared.begins[e]; }); });
+  block.phase([&](const Thread& me) {
+    me.each(num_experts, [&](std::int32_t e) { shared.shifts[e] += *shared.done + shared.begins[e]; });
+  });
   const bool staged = shared.class_begins[num_experts * residues] <= shared.staged_size;
   block.warps([&](const auto& warp) {
     std::int32_t* counters = shared.counters + warp.index * shared.pitch;
     const WarpRoutes range = warp_routes(block, warp.index, job.tokens());
     walk_routes<4>(job.ids, range, warp, [&](Id id, std::int32_t route) {
-      const bool valid = route_kind(id, num_experts) == RouteKind::kValid;
-      const std::int32_t expert = valid ? static_cast<std::int32_t>(id) : -1;
+      const std::int32_t expert = round.find(id);
       const std::int32_t taken = warp.take(counters, expert);
-      if (!valid) return;
+      if (expert < 0) return;
       const std::int32_t place = shared.class_begins[expert * residues + range.block_residue] + taken;
       if (staged) {
         shared.staged[place] = route;
@@ -225,15 +252,19 @@ MOE_HOST_DEVICE void place_in_parallel(Block& block, const SortJob<Id>& job) {
       }
     });
   });
-  if (staged) store_staged(block, job, shared);
+  if (staged) store_staged(block, job, shared, num_experts);
   block.phase([&](const Thread& me) {
-    const std::int32_t valid = shared.begins[num_experts];
+    if (!round.last) return;
+    const std::int32_t valid = *shared.done + shared.begins[num_experts];
     const std::int64_t rest = job.ids.num_tokens * job.ids.top_k - valid;
     me.each_of_cluster(rest, [&](std::int64_t i) { job.route_order[valid + i] = -1; });
   });
+  block.phase([&](const Thread& me) {
+    if (me.index == 0 && !round.last) *shared.done += shared.begins[num_experts];
+  });
 }
 
-// After the first stage: the position of the first bad id of all blocks, or kNoBadId.
+// After the first stage of any round: the position of the first bad id of all blocks, or kNoBadId.
 MOE_HOST_DEVICE inline std::int32_t first_bad_of(const std::int32_t* part_first_bad, std::int32_t blocks) {
   std::int32_t first = kNoBadId;
   for (std::int32_t i = 0; i < blocks; ++i) {
