@@ -6,11 +6,19 @@ by the ops, which pass the chosen names on to the inner ops, and by the doctor c
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from . import _native
+
 BACKENDS = ("mega", "staged", "reference")
 TRANSPORTS = ("peer", "collective")
 
-#: Compute capabilities that this build carries kernels for.
-BUILT_CAPABILITIES: tuple[tuple[int, int], ...] = ()
+_KERNELS_FOR: tuple[tuple[int, int], ...] = ((9, 0),)
+
+
+def built_capabilities() -> tuple[tuple[int, int], ...]:
+    """Compute capabilities that there are kernels for in this process: none unless their library is loaded."""
+    return _KERNELS_FOR if _native.cuda_library_path() is not None else ()
 
 
 def _capability_text(capability: tuple[int, int]) -> str:
@@ -24,11 +32,17 @@ def available_backends(device_type: str, capability: tuple[int, int] | None = No
         device_type: "cpu" or "cuda".
         capability: compute capability of the CUDA device, for instance (9, 0); None where there is none.
     """
-    built = ", ".join(_capability_text(c) for c in BUILT_CAPABILITIES) or "no GPU architecture"
+    return _available_backends(device_type, capability, built_capabilities())
+
+
+def _available_backends(
+    device_type: str, capability: tuple[int, int] | None, capabilities: tuple[tuple[int, int], ...]
+) -> dict[str, str]:
+    built = ", ".join(_capability_text(c) for c in capabilities) or "no GPU architecture"
     kernels = ""
     if device_type != "cuda":
         kernels = f"needs a CUDA device, found {device_type}"
-    elif capability not in BUILT_CAPABILITIES:
+    elif capability not in capabilities:
         found = "an unknown one" if capability is None else _capability_text(capability)
         kernels = f"not in this build: kernels are built for {built}, found {found}"
     # On meta tensors the ops' fakes give shapes and dtypes.
@@ -65,9 +79,17 @@ def select_backend(asked: str, device_type: str, capability: tuple[int, int] | N
     Raises:
         ValueError: unknown name, or one that cannot run here (with the reason and what is usable).
     """
-    return _select("backend", asked, available_backends(device_type, capability))
+    return _select_backend(asked, device_type, capability, built_capabilities())
 
 
+@lru_cache
+def _select_backend(
+    asked: str, device_type: str, capability: tuple[int, int] | None, capabilities: tuple[tuple[int, int], ...]
+) -> str:
+    return _select("backend", asked, _available_backends(device_type, capability, capabilities))
+
+
+@lru_cache
 def select_transport(asked: str, device_type: str) -> str:
     """The transport of a call with `transport=asked`; "auto" takes the first usable of peer, collective.
 

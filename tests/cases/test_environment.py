@@ -60,11 +60,11 @@ def test_a26_a_library_that_does_not_load_is_no_error(tmp_path: Path) -> None:
 def test_a26_foreign_architecture(name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what was built and what was found; "auto" falls back to what runs there."""
     found = f"sm_{capability[0]}{capability[1]}"
-    monkeypatch.setattr(backends, "BUILT_CAPABILITIES", ())
+    monkeypatch.setattr(backends, "built_capabilities", lambda: ())
     with pytest.raises(ValueError, match=f"backend: expected one usable here .*, got '{name}': .* found {found}"):
         backends.select_backend(name, "cuda", capability)
     assert backends.select_backend("auto", "cuda", capability) == "reference"
-    monkeypatch.setattr(backends, "BUILT_CAPABILITIES", ((9, 0),))
+    monkeypatch.setattr(backends, "built_capabilities", lambda: ((9, 0),))
     if capability == (9, 0):
         assert backends.select_backend(name, "cuda", capability) == name
         assert backends.select_backend("auto", "cuda", capability) == "mega"

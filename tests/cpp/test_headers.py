@@ -90,8 +90,9 @@ def test_headers_compile_for_device_code(architecture: str, tmp_path: Path) -> N
     lines = [f'#include "{header.relative_to(INCLUDE)}"' for header in DEVICE_HEADERS]
     lines += [
         "__global__ void probe(moe::Plan plan, moe::PlanMemory memory, std::int64_t* out) {",
-        "  const moe::Plan read = moe::plan_in_memory(memory, plan.problem, plan.tiling, plan.schedule, plan.tokens, 1);",
-        "  *out = read.num_tasks + moe::counter_offset(moe::Counter::kPulled, plan.problem);",
+        "  const moe::Problem problem = plan.problem;",
+        "  const moe::Plan read = moe::plan_in_memory(memory, problem, plan.tiling, plan.schedule, plan.tokens, 1);",
+        "  *out = read.num_tasks + moe::counter_offset(moe::Counter::kPulled, problem);",
         "}",
     ]
     source.write_text("\n".join(lines) + "\n")

@@ -29,7 +29,7 @@ def text_of(report):
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_a26_names_built_and_found_archs(monkeypatch, capability):
-    monkeypatch.setattr(backends, "BUILT_CAPABILITIES", ((9, 0),))
+    monkeypatch.setattr(backends, "built_capabilities", lambda: ((9, 0),))
     report = diagnose(machine(capability), torch_cuda="13.0")
     gpu = report["devices"][1]
     assert gpu["device"] == "cuda:0"
@@ -41,14 +41,14 @@ def test_a26_names_built_and_found_archs(monkeypatch, capability):
 
 
 def test_a26_build_without_kernels_says_so(monkeypatch):
-    monkeypatch.setattr(backends, "BUILT_CAPABILITIES", ())
+    monkeypatch.setattr(backends, "built_capabilities", lambda: ())
     report = diagnose(machine((9, 0)), torch_cuda="13.0")
     assert "not in this build" in report["devices"][1]["backends"]["mega"]
     assert "built none; found sm_90" in text_of(report)
 
 
 def test_built_arch_is_taken(monkeypatch):
-    monkeypatch.setattr(backends, "BUILT_CAPABILITIES", ((9, 0),))
+    monkeypatch.setattr(backends, "built_capabilities", lambda: ((9, 0),))
     report = diagnose(machine((9, 0)), torch_cuda="13.0")
     assert report["devices"][1]["auto_backend"] == "mega"
     assert report["devices"][0]["auto_backend"] == "reference", "the CPU stays with the reference"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_megakernel import _native, backends
+from moe_megakernel.hopper import support
 
 from .devices import Devices, Gpu, probe, symmetric_memory_reason
 
@@ -49,15 +51,12 @@ def diagnose(devices: Devices, torch_cuda: str | None = torch.version.cuda) -> d
     symmetric = symmetric_memory_reason(devices, torch_cuda)
     runs_on = [_choices("cpu", None)]
     runs_on += [_choices(f"cuda:{index}", gpu, torch_cuda) for index, gpu in enumerate(devices.gpus)]
-    path = _native.library_path()
     return {
         "versions": versions,
-        "native_library": {
-            "loaded": path is not None,
-            "path": None if path is None else str(path),
-            "reason": _native.why_missing() or "",
-        },
-        "built_archs": [f"sm_{major}{minor}" for major, minor in backends.BUILT_CAPABILITIES],
+        "native_library": _library(_native.library_path(), _native.why_missing()),
+        "cuda_library": _library(_native.cuda_library_path(), _native.why_cuda_missing()),
+        "kernels_take": support.RULES,
+        "built_archs": [f"sm_{major}{minor}" for major, minor in backends.built_capabilities()],
         "gpus": [
             {
                 "index": index,
@@ -73,6 +72,10 @@ def diagnose(devices: Devices, torch_cuda: str | None = torch.version.cuda) -> d
         "symmetric_memory": {"available": not symmetric, "reason": symmetric},
         "devices": runs_on,
     }
+
+
+def _library(path: Path | None, reason: str | None) -> dict[str, Any]:
+    return {"loaded": path is not None, "path": None if path is None else str(path), "reason": reason or ""}
 
 
 def _choices(device: str, gpu: Gpu | None, torch_cuda: str | None = None) -> dict[str, Any]:
@@ -118,6 +121,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     built = ", ".join(report["built_archs"]) or "none"
     found = ", ".join(dict.fromkeys(gpu["arch"] for gpu in gpus)) or "none"
     console.print(f"GPU architectures: built {built}; found {found}", highlight=False)
+    console.print(f"mega and staged take {report['kernels_take']}; the reference runs the rest", highlight=False)
     console.print(_backends(report["devices"]))
 
 
@@ -125,8 +129,9 @@ def _versions(report: dict[str, Any]) -> Table:
     table = Table("what", "version", title="Versions")
     for name, version in report["versions"].items():
         table.add_row(name, version or "-")
-    library = report["native_library"]
-    table.add_row("native library", f"loaded, {library['path']}" if library["loaded"] else library["reason"])
+    for name, key in (("native library", "native_library"), ("CUDA kernels", "cuda_library")):
+        library = report[key]
+        table.add_row(name, f"loaded, {library['path']}" if library["loaded"] else library["reason"])
     return table
 
 
