@@ -6,11 +6,13 @@ library.
 
 from . import convert
 from . import ops as _ops  # registers torch.ops.moe.*
-from .config import get_timeout, set_timeout
+from .config import get_num_sms, get_timeout, set_num_sms, set_timeout
 from .distributed.capacity import rebuild, reserve
 from .distributed.partition import expert_range
 from .errors import CapacityError, GroupError, MismatchError, MoEError, RoutingError, check_errors
 from .functional import moe_layer
+from .hopper.support import BackendChoice, backend_for
+from .hopper.workspaces import release_workspaces
 from .module import MoE
 from .router import Router, Routing
 from .workspace import workspace_bytes
@@ -18,6 +20,7 @@ from .workspace import workspace_bytes
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackendChoice",
     "CapacityError",
     "GroupError",
     "MismatchError",
@@ -26,13 +29,17 @@ __all__ = [
     "Router",
     "Routing",
     "RoutingError",
+    "backend_for",
     "check_errors",
     "convert",
     "expert_range",
+    "get_num_sms",
     "get_timeout",
     "moe_layer",
     "rebuild",
+    "release_workspaces",
     "reserve",
+    "set_num_sms",
     "set_timeout",
     "workspace_bytes",
 ]

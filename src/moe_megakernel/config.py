@@ -1,6 +1,7 @@
-"""Settings of the whole process: today the time a rank waits for its peers.
+"""Settings of the whole process: how long to wait, and how much of a GPU the kernels may take.
 
-Read by `distributed.group`; set by users through `moe_megakernel.set_timeout` or the environment.
+The timeout is read by `distributed.group` and, like the number of SMs, by `hopper.forward`; both are set by users
+through the functions here or the environment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _timeout: float | None = None
 
 
 def get_timeout() -> float:
-    """Seconds that a rank waits for its peers before it raises `GroupError`.
+    """Seconds that a rank waits for its peers before it raises `GroupError`, and a kernel's block for another block.
 
     Default 600, or the environment variable MOE_MEGAKERNEL_TIMEOUT.
     """
@@ -46,3 +47,38 @@ def set_timeout(seconds: float) -> None:
     if not seconds > 0 or math.isinf(seconds):
         raise ValueError(f"set_timeout: seconds: expected a finite number > 0, got {seconds}")
     _timeout = float(seconds)
+
+
+def _sms_from_environment() -> int | None:
+    text = os.environ.get("MOE_MEGAKERNEL_NUM_SMS", "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 2 or int(text) % 2:
+        raise ValueError(f"MOE_MEGAKERNEL_NUM_SMS: expected an even number >= 2, got {text!r}")
+    return int(text)
+
+
+_num_sms: int | None = None
+
+
+def get_num_sms() -> int | None:
+    """Streaming multiprocessors (SMs) that the kernels take at most, or None: all that the device has.
+
+    Default None, or the environment variable MOE_MEGAKERNEL_NUM_SMS.
+    """
+    return _sms_from_environment() if _num_sms is None else _num_sms
+
+
+def set_num_sms(count: int | None) -> None:
+    """Sets how many SMs the kernels take at most, so that work on other streams finds room. Results stay the same.
+
+    Args:
+        count: even, because blocks work in pairs; more than the device has means all; None for the default.
+
+    Raises:
+        ValueError: `count` is odd or below 2.
+    """
+    global _num_sms
+    if count is not None and (count < 2 or count % 2):
+        raise ValueError(f"set_num_sms: count: expected an even number >= 2 or None, got {count}")
+    _num_sms = count

@@ -1,12 +1,14 @@
 """Errors of the layer, and the errors of CUDA steps that are raised late.
 
 On a CUDA device a step never synchronises with the host to report bad input: it returns NaN and leaves a message
-here. The next forward call on that device, or `check_errors`, raises it: the forward ops call `raise_pending` first.
+here, or where a source finds it (`hopper.device_status` reads what kernels have written). The next forward call on that
+device, or `check_errors`, raises it: the forward ops call `raise_pending` first.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -31,8 +33,23 @@ class GroupError(MoEError):
     """A rank of the group was late, raised or died; the group is unusable until every rank calls `rebuild`."""
 
 
+def invalid_id(
+    op: str, position: int, value: int, top_k: int, num_experts: int, rank: int | None = None
+) -> RoutingError:
+    """The error for an invalid expert id `value` at flat position t * top_k + k of topk_idx."""
+    token, k = divmod(position, top_k)
+    where = f"topk_idx[{token}, {k}]" + ("" if rank is None else f" on rank {rank}")
+    return RoutingError(f"{op}: topk_idx: expected -1 or an expert id in [0, {num_experts}), got {value} at {where}")
+
+
 _lock = threading.Lock()
 _pending: dict[torch.device, MoEError] = {}
+_sources: list[Callable[[torch.device | None], None]] = []
+
+
+def add_source(poll: Callable[[torch.device | None], None]) -> None:
+    """Registers what looks for errors of a device (None: of all) and hands them to `defer`, without waiting."""
+    _sources.append(poll)
 
 
 def defer(device: torch.device, error: MoEError) -> None:
@@ -43,6 +60,8 @@ def defer(device: torch.device, error: MoEError) -> None:
 
 def raise_pending(device: torch.device) -> None:
     """Raises and forgets the error that an earlier step left for `device`, if there is one."""
+    for poll in _sources:
+        poll(device)
     if not _pending:
         return
     with _lock:
@@ -63,6 +82,8 @@ def check_errors() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
+    for poll in _sources:
+        poll(None)
     with _lock:
         error = next(iter(_pending.values()), None)
         _pending.clear()

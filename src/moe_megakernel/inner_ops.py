@@ -17,6 +17,7 @@ from .checks import OP
 from .distributed.group import get_group
 from .distributed.layer import FORWARD, GroupPlan, group_backward, group_forward
 from .errors import MoEError, raise_pending
+from .hopper.forward import layer_forward as hopper_layer_forward
 from .reference.experts import RowGrads
 from .reference.layer import layer_backward, layer_forward
 from .reference.route import route
@@ -33,7 +34,7 @@ def _anchor(x: Tensor) -> Tensor:
 
 
 def _refuse_capture(device: torch.device, backend: str) -> None:
-    """Raises where the host must read row counts but a CUDA graph is being captured."""
+    """Raises where the reference stages must read row counts on the host but a CUDA graph is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise MoEError(
             f"{OP}: backend: expected one without host synchronisation while a CUDA graph is captured, got {backend!r}"
@@ -53,6 +54,9 @@ def _raise_pending(device: torch.device, group: GroupOptions | None) -> None:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     inputs, num_experts, group, options = read_forward(args)
     _raise_pending(inputs.x.device, group)
+    if group is None and options.backend != "reference":
+        y, h, *plan = hopper_layer_forward(inputs, num_experts, options)
+        return y, h, _anchor(y), *plan
     _refuse_capture(inputs.x.device, options.backend)
     given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
@@ -106,6 +110,9 @@ for _name, _function in _IMPLEMENTATIONS.items():
     for _key in ("CPU", "CUDA"):
         lib.impl(_name, _function, _key)
 
-lib.impl("route", route, "CUDA")
-if not _native.load():
-    lib.impl("route", route, "CPU")
+# After the schemas. A library that is loaded brings kernels of its own; PyTorch stands in for what is missing.
+_native.load()
+_native.load_cuda()
+for _key in ("CPU", "CUDA"):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("moe::route", _key):
+        lib.impl("route", route, _key)

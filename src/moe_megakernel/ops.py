@@ -22,13 +22,10 @@ from .distributed.dtensor import local_weight, refuse_dtensor
 from .distributed.group import get_group, group_rank, group_ranks
 from .distributed.layer import FORWARD
 from .errors import MoEError
+from .hopper.support import device_capability, kernel_fault, settle_backend
 from .reference.experts import Needs
 from .reference.numerics import compute_dtype
 from .schemas import Inputs, Options, lib, pack_needs
-
-
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
@@ -81,7 +78,7 @@ def _dispatch_gemm_combine(
     given = (x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down)
     ranks = group_ranks(group_name)
     try:
-        backend = select_backend(backend, x.device.type, _capability(x.device))
+        usable = select_backend(backend, x.device.type, device_capability(x.device))
         transport = select_transport(transport, x.device.type)
         inputs = _settle(Inputs(*given), group_name)
         act = resolve_activation(activation, alpha, limit)
@@ -90,10 +87,13 @@ def _dispatch_gemm_combine(
         if ranks > 1 and not _tracing(x):
             get_group(group_name).report(FORWARD, "route", error)  # the others wait for this rank there
         raise
+    if usable != "reference":
+        fault = kernel_fault(inputs.x.dtype, inputs.x.shape[1], inputs.w_down.shape[2], num_experts, ranks)
+        usable = settle_backend(backend, usable, fault)
     inputs = inputs._replace(topk_weights=topk_weights.to(compute_dtype(inputs.x.dtype)))
     wanting = (inputs.x, *inputs[2:7])
     needs = Needs(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in wanting))
-    options = Options(act.name, act.alpha, act.limit, backend, pack_needs(needs), recompute)
+    options = Options(act.name, act.alpha, act.limit, usable, pack_needs(needs), recompute)
     if ranks == 1:
         return torch.ops.moe.layer_forward(*inputs, num_experts, *options)[0]
     if (main_grad_gate_up is not None or main_grad_down is not None) and _tracing(x):

@@ -1,15 +1,19 @@
 """Bytes of every buffer that one call of the layer needs, saved or transient, without running anything.
 
-For users who plan memory; the formulas follow the allocations of the reference backend and the collective transport.
+For users who plan memory; the formulas follow the allocations of the reference backend and the collective transport,
+and the figure of the fused kernels comes from them.
 """
 
 from __future__ import annotations
 
 import torch
 
+from . import _native
 from .activations import resolve_activation
 from .distributed.capacity import default_row_capacity
 from .distributed.partition import expert_range
+from .hopper.forward import workspace_bytes as kernel_bytes
+from .hopper.support import kernel_fault
 from .reference.numerics import compute_dtype, rows_dtype
 from .reference.route import TOKEN_CLASSES
 
@@ -28,6 +32,8 @@ def workspace_bytes(
     activation: str = "swiglu",
     recompute: bool = False,
     training: bool = True,
+    backend: str = "reference",
+    num_sms: int = 132,
 ) -> dict[str, int]:
     """Bytes per buffer of one forward and backward call on one rank, at full capacity.
 
@@ -41,6 +47,10 @@ def workspace_bytes(
         activation: as in the op.
         recompute: h is computed again in backward instead of being saved.
         training: False for a forward without gradients.
+        backend: "reference", or "mega" or "staged" on one rank: then "forward.workspace" stands for what the forward
+            needs besides its results. It is kept between calls, once for each stream (`release_workspaces`). The
+            backward is the reference's.
+        num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference.
 
     Returns:
         Buffer name to bytes. "saved.*" live from forward to backward (inputs that autograd keeps as well, x and the
@@ -48,7 +58,7 @@ def workspace_bytes(
         assumes all gradients.
 
     Raises:
-        ValueError: a figure out of range.
+        ValueError: a figure out of range, or kernels that are not in this build or cannot run such a call.
     """
     limits = {"tokens": (tokens, 0), "hidden": (hidden, 1), "expert_width": (expert_width, 1), "top_k": (top_k, 1)}
     for name, (value, least) in limits.items():
@@ -71,15 +81,21 @@ def workspace_bytes(
             sizes["saved.row_order"] = 4 * rows
             sizes["saved.route_order"] = 4 * routes
             sizes["saved.splits"] = 8 * 2 * ranks
-    sizes["forward.class_counts"] = 4 * num_experts * TOKEN_CLASSES * (1 if ranks == 1 else ranks + 1)
-    sizes["forward.x_rows"] = rows * hidden * item
-    sizes["forward.o_rows"] = rows * hidden * row_item
-    sizes["forward.o_routes"] = routes * hidden * row_item
-    sizes["forward.y_sum"] = tokens * hidden * compute
-    sizes["forward.expert"] = rows * (width + expert_width) * (item + compute) + rows * hidden * compute
-    if ranks > 1:
-        sizes["forward.x_sent"] = routes * hidden * item
-        sizes["forward.o_arrived"] = routes * hidden * row_item
+    if backend != "reference":
+        _check_kernels(backend, dtype, hidden, expert_width, num_experts, ranks)
+        sizes["forward.workspace"] = kernel_bytes(
+            tokens, top_k, num_experts, hidden, expert_width, act.gated, backend == "staged", num_sms
+        )
+    else:
+        sizes["forward.class_counts"] = 4 * num_experts * TOKEN_CLASSES * (1 if ranks == 1 else ranks + 1)
+        sizes["forward.x_rows"] = rows * hidden * item
+        sizes["forward.o_rows"] = rows * hidden * row_item
+        sizes["forward.o_routes"] = routes * hidden * row_item
+        sizes["forward.y_sum"] = tokens * hidden * compute
+        sizes["forward.expert"] = rows * (width + expert_width) * (item + compute) + rows * hidden * compute
+        if ranks > 1:
+            sizes["forward.x_sent"] = routes * hidden * item
+            sizes["forward.o_arrived"] = routes * hidden * row_item
     if training:
         sizes["backward.x_rows"] = rows * hidden * item
         sizes["backward.dy_rows"] = rows * hidden * item
@@ -88,3 +104,15 @@ def workspace_bytes(
         sizes["backward.ds_rows"] = rows * compute
         sizes["backward.expert"] = rows * (2 * width + 4 * expert_width) * compute
     return sizes
+
+
+def _check_kernels(backend: str, dtype: torch.dtype, hidden: int, width: int, num_experts: int, ranks: int) -> None:
+    """Raises ValueError where the kernels' figure cannot be had."""
+    if backend not in ("mega", "staged"):
+        raise ValueError(f"workspace_bytes: backend: expected one of mega, staged, reference, got {backend!r}")
+    fault = kernel_fault(dtype, hidden, width, num_experts, ranks)
+    if fault:
+        raise ValueError(f"workspace_bytes: {fault} (with backend {backend!r})")
+    if not _native.load_cuda():
+        reason = _native.why_cuda_missing()
+        raise ValueError(f"workspace_bytes: backend: expected one in this build, got {backend!r}: {reason}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..errors import RoutingError, defer
+from ..errors import RoutingError, defer, invalid_id
 from .combine import combine, scatter_rows
 from .dispatch import gather_rows, gather_weights
 from .experts import Needs, RowGrads, Weights, experts_backward, experts_forward
@@ -18,10 +18,9 @@ from .experts import Needs, RowGrads, Weights, experts_backward, experts_forward
 
 def routing_error(op: str, topk_idx: Tensor, first_bad: int, num_experts: int, rank: int | None = None) -> RoutingError:
     """The error for an invalid expert id at flat position `first_bad` of topk_idx."""
-    token, k = divmod(first_bad, topk_idx.shape[1])
-    where = f"topk_idx[{token}, {k}]" + ("" if rank is None else f" on rank {rank}")
-    value = int(topk_idx[token, k])
-    return RoutingError(f"{op}: topk_idx: expected -1 or an expert id in [0, {num_experts}), got {value} at {where}")
+    top_k = topk_idx.shape[1]
+    token, k = divmod(first_bad, top_k)
+    return invalid_id(op, first_bad, int(topk_idx[token, k]), top_k, num_experts, rank)
 
 
 def refuse(device: torch.device, error: Exception) -> None:

@@ -1,0 +1,125 @@
+"""What a launch reports when a step fails: one record in pinned memory for each device, read without waiting for it.
+
+The twin of `kernels/include/moe/forward/status.h`: the device writes values, then a code; the host polls the code at
+every forward call (`errors.raise_pending`) and after synchronising (`check_errors`), turns the record into an error and
+clears it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from ..errors import MoEError, add_source, defer, invalid_id
+from ..plan_names import Counter, Role, TaskKind
+from .workspaces import drop_workspaces
+
+OP = "dispatch_gemm_combine"
+#: Words of a record: the code and kStatusValues values.
+NUM_WORDS = 16
+
+
+class StatusCode(IntEnum):
+    """`StatusCode` in `moe/forward/status.h`."""
+
+    NONE = 0
+    BAD_ID = 1
+    TIMEOUT = 2
+
+
+class StatusRecord:
+    """The record of one device. `tensor` is what the op takes, `words` the same memory without torch between."""
+
+    def __init__(self, device: torch.device, tensor: Tensor) -> None:
+        self.device = device
+        self.tensor = tensor
+        self.words = (ctypes.c_int64 * NUM_WORDS).from_address(tensor.data_ptr())
+
+    def take(self) -> MoEError | None:
+        """The error that the device has left, if there is one; clears the record for the next."""
+        code, *values = self.words
+        if code == StatusCode.NONE:
+            return None
+        self.words[0] = StatusCode.NONE
+        if code != StatusCode.BAD_ID:  # a refused step leaves its workspace in order, one that ran out of time does not
+            drop_workspaces(self.device.index)
+        return decode(code, values)
+
+
+_lock = threading.Lock()
+_records: dict[int, StatusRecord] = {}
+
+
+def status_record(device: torch.device) -> StatusRecord:
+    """The record of a CUDA device, made at its first use.
+
+    Raises:
+        MoEError: the first use is under capture of a CUDA graph, where pinned memory cannot be allocated.
+    """
+    found = _records.get(device.index)
+    if found is not None:
+        return found
+    with _lock:
+        if device.index not in _records:
+            if torch.cuda.is_current_stream_capturing():
+                raise MoEError(
+                    f"{OP}: expected a call on {device} before a CUDA graph is captured there, got none; "
+                    "run the layer once, then capture"
+                )
+            tensor = torch.zeros(NUM_WORDS, dtype=torch.int64, pin_memory=True)
+            _records[device.index] = StatusRecord(device, tensor)
+        return _records[device.index]
+
+
+def poll(device: torch.device | None) -> None:
+    """Hands what a device (None: any) has left to `errors.defer`. Reads host memory only."""
+    if not _records:
+        return
+    if device is None:
+        records: Sequence[StatusRecord] = list(_records.values())
+    else:
+        found = _records.get(device.index) if device.type == "cuda" else None
+        records = () if found is None else (found,)
+    for record in records:
+        if record.words[0] == StatusCode.NONE:
+            continue
+        with _lock:
+            error = record.take()
+        if error is not None:
+            defer(record.device, error)
+
+
+def decode(code: int, values: Sequence[int]) -> MoEError:
+    """The error that a record means.
+
+    Args:
+        code: a `StatusCode`.
+        values: the words behind it, see `moe/forward/status.h`.
+    """
+    if code == StatusCode.BAD_ID:
+        position, value, top_k, num_experts = values[:4]
+        return invalid_id(OP, position, value, top_k, num_experts)
+    if code == StatusCode.TIMEOUT:
+        block, role, task, ticket, counter, index, expected, seen, timeout_ns = values[:9]
+        return MoEError(
+            f"{OP}: timeout: expected {_name(Counter, counter)}[{index}] to reach {expected} within "
+            f"{timeout_ns / 1e9:g} s, got {seen}; block {block}, role {_name(Role, role)}, "
+            f"task {_name(TaskKind, task)}, ticket {ticket}; the step's outputs are NaN"
+        )
+    return MoEError(f"{OP}: expected a known status of the kernels, got code {code} with values {list(values)}")
+
+
+def _name(names: type[IntEnum], number: int) -> str:
+    """`gate_up` for TaskKind 0; the number itself where nothing has it, for instance -1: no task."""
+    try:
+        return names(number).name.lower()
+    except ValueError:
+        return str(number)
+
+
+add_source(poll)

@@ -1,0 +1,109 @@
+"""The forward of one rank in the fused kernels: the backends `mega` (one launch) and `staged` (one launch a stage).
+
+Called by `inner_ops` for calls that `support` lets through. Allocates the outputs, brings tensors into the kernels'
+layout, and calls `moe::hopper_forward`, which returns at once: no step waits for the device. Every figure that does not
+change from call to call is kept, because a small layer takes no longer than this function.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from ..config import get_num_sms, get_timeout
+from ..schemas import Inputs, Options
+from .device_status import status_record
+from .layout import aligned_bias, aligned_rows
+from .ops import ACTIVATION_NUMBERS
+from .workspaces import get_workspace
+
+_launch = torch.ops.moe.hopper_forward.default
+
+
+@lru_cache(maxsize=1024)
+def workspace_bytes(
+    tokens: int, top_k: int, num_experts: int, hidden: int, width: int, gated: bool, staged: bool, num_sms: int
+) -> int:
+    """Bytes of the kernels' workspace for one call; see `moe::hopper_workspace_bytes`."""
+    return torch.ops.moe.hopper_workspace_bytes(tokens, top_k, num_experts, hidden, width, gated, staged, num_sms)
+
+
+@cache
+def device_sms(index: int) -> int:
+    """SMs of a CUDA device, rounded down to pairs."""
+    return torch.cuda.get_device_properties(index).multi_processor_count // 2 * 2
+
+
+def num_sms_for(index: int) -> int:
+    """SMs that a launch on the device takes at most: those of `set_num_sms`, as far as there are so many."""
+    asked, available = get_num_sms(), device_sms(index)
+    return available if asked is None else min(asked, available)
+
+
+def layer_forward(
+    inputs: Inputs,
+    num_experts: int,
+    options: Options,
+    log: Tensor | None = None,
+    skip_counter: int = -1,
+    skip_index: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One rank's forward on a CUDA device.
+
+    Args:
+        inputs: bfloat16, H and I multiples of 8, topk_weights float32; any strides.
+        num_experts: E.
+        options: `backend` is "mega" or "staged".
+        log: int64 on the device, see `hopper.ops`; for tests.
+        skip_counter, skip_index: a `plan_names.Counter` whose raises of one element are left out; for tests.
+
+    Returns:
+        y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
+        if the step was refused; row_route int32 [T * K], as `reference.layer.layer_forward`.
+
+    Raises:
+        RuntimeError: the launch failed. What fails on the device is raised by a later call (`device_status`).
+    """
+    x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, _, _ = inputs
+    device = x.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return layer_forward(inputs, num_experts, options, log, skip_counter, skip_index)
+    (tokens, top_k), (_, columns, hidden), width = topk_idx.shape, w_gate_up.shape, w_down.shape[2]
+    routes = tokens * top_k
+    y = x.new_empty((tokens, hidden))
+    h = x.new_empty((routes if options.saves_h else 0, columns))
+    row_route = topk_idx.new_empty(routes, dtype=torch.int32)
+    if tokens == 0:
+        return y, h, topk_idx.new_zeros(num_experts + 1, dtype=torch.int32), row_route
+    expert_offsets = topk_idx.new_empty(num_experts + 1, dtype=torch.int32)
+    staged, num_sms = options.backend == "staged", num_sms_for(device.index)
+    num_bytes = workspace_bytes(tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
+    _launch(
+        aligned_rows(x),
+        topk_idx,
+        topk_weights,
+        aligned_rows(w_gate_up),
+        aligned_rows(w_down),
+        aligned_bias(bias_gate_up),
+        aligned_bias(bias_down),
+        y,
+        h,
+        expert_offsets,
+        row_route,
+        get_workspace(device, num_bytes),
+        status_record(device).tensor,
+        log,
+        num_experts,
+        ACTIVATION_NUMBERS[options.activation],
+        options.alpha,
+        options.limit,
+        staged,
+        num_sms,
+        int(get_timeout() * 1e9),
+        skip_counter,
+        skip_index,
+    )
+    return y, h, expert_offsets, row_route

@@ -1,0 +1,82 @@
+"""The kernels' working memory: one workspace for each device and stream, kept from call to call.
+
+Launches on one stream follow each other, so they share memory; launches on two streams may run at once and never do. A
+workspace is zeroed once, when it is allocated: counters and generations in it live from launch to launch. It backs no
+tensor that a user can hold. Called by `hopper.forward`; `device_status` drops a device's workspaces after a timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_lock = threading.Lock()
+#: By device index and stream. Torch never destroys its streams; a handle that another library reuses means the same
+#: order of launches.
+_cache: dict[tuple[int, int], Tensor] = {}
+
+
+def _zeroed(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _current_stream(index: int) -> int:
+    """The handle of the device's current stream, without making a Stream object."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def get_workspace(
+    device: torch.device,
+    num_bytes: int,
+    current_stream: Callable[[int], int] = _current_stream,
+    capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+) -> Tensor:
+    """A workspace of at least `num_bytes` for a launch on the current stream of `device`.
+
+    While a CUDA graph is captured it is a new one that is not kept: it belongs to the graph's memory pool, its zeroing
+    is part of the graph, and replays do not meet other launches in it.
+
+    Args:
+        device: with its index; the current device.
+        num_bytes: of `hopper_workspace_bytes`.
+        current_stream, capturing: how to ask the device; other ones for tests.
+    """
+    if capturing():
+        return _zeroed(num_bytes, device)
+    key = (device.index, current_stream(device.index))
+    found = _cache.get(key)
+    if found is not None and found.numel() >= num_bytes:
+        return found
+    # Memory that it outgrows goes back in stream order: whatever still runs there is finished first.
+    fresh = _zeroed(num_bytes, device)
+    with _lock:
+        found = _cache.get(key)
+        if found is not None and found.numel() >= num_bytes:  # another thread was first
+            return found
+        _cache[key] = fresh
+    return fresh
+
+
+def drop_workspaces(index: int) -> None:
+    """Forgets the workspaces of one device: after a timeout their counters mean nothing, and calls get new ones."""
+    with _lock:
+        for key in [key for key in _cache if key[0] == index]:
+            del _cache[key]
+
+
+def release_workspaces() -> None:
+    """Gives the memory that the kernels keep between calls back to torch's allocator; the next call allocates again.
+
+    Calls that still run are not disturbed. CUDA graphs have workspaces of their own and keep them.
+    """
+    with _lock:
+        _cache.clear()
+
+
+def workspaces_bytes() -> int:
+    """Bytes that are kept now, over all devices and streams."""
+    with _lock:
+        return sum(workspace.numel() for workspace in _cache.values())
