@@ -16,6 +16,7 @@ from .schemas import Inputs
 
 OP = "dispatch_gemm_combine"
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SCORES = (torch.float32, torch.bfloat16, torch.float16)
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -23,10 +24,11 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], why: str = "") -> None:
+def _dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...], x: Tensor | None = None) -> None:
+    """`x`: the tensor whose dtype decides what is allowed, for the message."""
     if tensor.dtype not in allowed:
-        got = str(tensor.dtype).removeprefix("torch.")
-        raise TypeError(f"{OP}: {name}: expected {_names(allowed)}{why}, got {got}")
+        why = "" if x is None else f" with {_names((x.dtype,))} x"
+        raise TypeError(f"{OP}: {name}: expected {_names(allowed)}{why}, got {_names((tensor.dtype,))}")
 
 
 def _rank(name: str, tensor: Tensor, shape: str) -> None:
@@ -35,6 +37,8 @@ def _rank(name: str, tensor: Tensor, shape: str) -> None:
 
 
 def _shape(name: str, tensor: Tensor, legend: str, expected: tuple[int, ...]) -> None:
+    if tensor.shape == expected:
+        return
     _rank(name, tensor, legend)
     for got, want in zip(tensor.shape, expected, strict=True):
         if got != want:
@@ -56,22 +60,21 @@ def _check_dtypes(inputs: Inputs) -> None:
     x, topk_weights = inputs.x, inputs.topk_weights
     _dtype("x", x, _VALUES)
     _dtype("topk_idx", inputs.topk_idx, _INDICES)
-    why = f" with {str(x.dtype).removeprefix('torch.')} x"
-    scores = (torch.float32, torch.bfloat16, torch.float16)
-    _dtype("topk_weights", topk_weights, (*scores, torch.float64) if x.dtype == torch.float64 else scores, why)
+    _dtype("topk_weights", topk_weights, (*_SCORES, torch.float64) if x.dtype == torch.float64 else _SCORES, x)
     for name in ("w_gate_up", "w_down", "bias_gate_up", "bias_down"):
         tensor = getattr(inputs, name)
         if tensor is not None:
-            _dtype(name, tensor, (x.dtype,), why)
+            _dtype(name, tensor, (x.dtype,), x)
     for name in ("main_grad_gate_up", "main_grad_down"):
         tensor = getattr(inputs, name)
         if tensor is not None:
-            _dtype(name, tensor, (compute_dtype(x.dtype),), why)
+            _dtype(name, tensor, (compute_dtype(x.dtype),), x)
             if tensor.requires_grad:
                 raise ValueError(f"{OP}: {name}: expected a tensor that does not require grad, got one that does")
-    for name, tensor in inputs._asdict().items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{OP}: {name}: expected device {x.device} (that of x), got {tensor.device}")
+    device = x.device
+    for name, tensor in zip(Inputs._fields, inputs, strict=True):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{OP}: {name}: expected device {device} (that of x), got {tensor.device}")
 
 
 def _check_shapes(inputs: Inputs, num_experts: int, rank: int, ranks: int, act: Activation) -> None:
@@ -94,10 +97,11 @@ def _check_shapes(inputs: Inputs, num_experts: int, rank: int, ranks: int, act: 
     width = w_down.shape[2]
     if width < 1:
         raise ValueError(f"{OP}: w_down: expected [L, H, I] with I at least 1, got shape {list(w_down.shape)}")
-    holds = f" (rank {rank} of {ranks} holds L = {experts} of {num_experts} experts)"
-    _shape("w_down", w_down, f"[L, H, I]{holds}", (experts, hidden, width))
     h_width, h_name = act.width_factor * width, "2I" if act.gated else "I"
-    _shape("w_gate_up", w_gate_up, f"[L, {h_name}, H] for {act.name}{holds}", (experts, h_width, hidden))
+    if w_down.shape != (experts, hidden, width) or w_gate_up.shape != (experts, h_width, hidden):
+        holds = f" (rank {rank} of {ranks} holds L = {experts} of {num_experts} experts)"
+        _shape("w_down", w_down, f"[L, H, I]{holds}", (experts, hidden, width))
+        _shape("w_gate_up", w_gate_up, f"[L, {h_name}, H] for {act.name}{holds}", (experts, h_width, hidden))
     if bias_gate_up is not None:
         _shape("bias_gate_up", bias_gate_up, f"[L, {h_name}]", (experts, h_width))
     if bias_down is not None:

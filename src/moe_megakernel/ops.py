@@ -27,21 +27,25 @@ from .reference.experts import Needs
 from .reference.numerics import compute_dtype
 from .schemas import Inputs, Options, lib, pack_needs
 
+#: Types without a meaning of their own, which most calls bring.
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def _autocasts(tensor: Tensor) -> bool:
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
     """Casts a floating tensor to the autocast dtype where autocast is on; float64 is left alone, as PyTorch does."""
-    if (
-        tensor is None
-        or tensor.is_meta
-        or not torch.is_autocast_enabled(tensor.device.type)
-        or tensor.dtype == torch.float64
-    ):
+    if tensor is None or not _autocasts(tensor) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if tensor.is_floating_point() else tensor
 
 
 def _settle(inputs: Inputs, group_name: str) -> Inputs:
     """Unwraps DTensor weights and applies autocast; routing weights and main gradients keep their dtype."""
+    if all(type(t) in _PLAIN for t in inputs) and not _autocasts(inputs.x):
+        return inputs
     for name in ("x", "topk_idx", "topk_weights", "main_grad_gate_up", "main_grad_down"):
         refuse_dtensor(name, getattr(inputs, name))
     settled: dict[str, Any] = {"x": _autocast(inputs.x)}
@@ -91,8 +95,9 @@ def _dispatch_gemm_combine(
         fault = kernel_fault(inputs.x.dtype, inputs.x.shape[1], inputs.w_down.shape[2], num_experts, ranks)
         usable = settle_backend(backend, usable, fault)
     inputs = inputs._replace(topk_weights=topk_weights.to(compute_dtype(inputs.x.dtype)))
-    wanting = (inputs.x, *inputs[2:7])
-    needs = Needs(*(torch.is_grad_enabled() and t is not None and t.requires_grad for t in wanting))
+    needs = Needs(*[False] * len(Needs._fields))
+    if torch.is_grad_enabled():
+        needs = Needs(*[t is not None and t.requires_grad for t in (inputs.x, *inputs[2:7])])
     options = Options(act.name, act.alpha, act.limit, usable, pack_needs(needs), recompute)
     if ranks == 1:
         return torch.ops.moe.layer_forward(*inputs, num_experts, *options)[0]

@@ -108,11 +108,10 @@ _capabilities: dict[torch.device, tuple[int, int]] = {}
 
 def device_capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device, or None for another and where there is no CUDA."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
     found = _capabilities.get(device)
-    if found is None:
-        found = torch.cuda.get_device_capability(device)
-        if device.index is not None:  # without one it means the current device
-            _capabilities[device] = found
+    if found is not None or device.type != "cuda" or not torch.cuda.is_available():
+        return found
+    found = torch.cuda.get_device_capability(device)
+    if device.index is not None:  # without one it means the current device
+        _capabilities[device] = found
     return found

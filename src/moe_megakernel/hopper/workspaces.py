@@ -8,7 +8,6 @@ tensor that a user can hold. Called by `hopper.forward`; `device_status` drops a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,12 +27,11 @@ def _current_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def get_workspace(
-    device: torch.device,
-    num_bytes: int,
-    current_stream: Callable[[int], int] = _current_stream,
-    capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
-) -> Tensor:
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def get_workspace(device: torch.device, num_bytes: int) -> Tensor:
     """A workspace of at least `num_bytes` for a launch on the current stream of `device`.
 
     While a CUDA graph is captured it is a new one that is not kept: it belongs to the graph's memory pool, its zeroing
@@ -42,11 +40,10 @@ def get_workspace(
     Args:
         device: with its index; the current device.
         num_bytes: of `hopper_workspace_bytes`.
-        current_stream, capturing: how to ask the device; other ones for tests.
     """
-    if capturing():
+    if _capturing():
         return _zeroed(num_bytes, device)
-    key = (device.index, current_stream(device.index))
+    key = (device.index, _current_stream(device.index))
     found = _cache.get(key)
     if found is not None and found.numel() >= num_bytes:
         return found
