@@ -1,6 +1,7 @@
-"""Proves that the C++ library sees only torch's stable ABI: one binary loads on torch >= 2.10 and on any Python.
+"""Proves that the C++ libraries see only torch's stable ABI: one binary loads on torch >= 2.10 and on any Python.
 
-Reads the file with binutils, and loads it in a fresh process as a user does.
+Reads the files with binutils - that with the CUDA kernels too, where it has been built, since no GPU is needed for
+that - and loads the one for CPU tensors in a fresh process as a user does.
 """
 
 from __future__ import annotations
@@ -42,19 +43,30 @@ def library() -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def built(request: pytest.FixtureRequest, library: Path) -> Path:
+    """Return the library for CPU tensors, then the one with the CUDA kernels."""
+    if request.param == "cpu":
+        return library
+    found = next((path for path in _native._cuda._candidates(library) if path.is_file()), None)
+    if found is None:
+        pytest.skip("the library with the CUDA kernels is not built here")
+    return found
+
+
 @pytest.fixture(scope="module")
-def dynamic_section(library: Path) -> dict[str, list[str]]:
+def dynamic_section(built: Path) -> dict[str, list[str]]:
     """Return tag -> names, as in {"NEEDED": ["libtorch.so", ...]}."""
     entries: dict[str, list[str]] = {}
-    for tag, name in re.findall(r"\((\w+)\).*\[(.*)\]", _tool("readelf", "--dynamic", "--wide", str(library))):
+    for tag, name in re.findall(r"\((\w+)\).*\[(.*)\]", _tool("readelf", "--dynamic", "--wide", str(built))):
         entries.setdefault(tag, []).append(name)
     return entries
 
 
 @pytest.fixture(scope="module")
-def undefined_symbols(library: Path) -> list[str]:
+def undefined_symbols(built: Path) -> list[str]:
     """Return the demangled names, with versions, that the dynamic loader must find elsewhere."""
-    listing = _tool("nm", "--dynamic", "--undefined-only", "--demangle", str(library))
+    listing = _tool("nm", "--dynamic", "--undefined-only", "--demangle", str(built))
     symbols = [line.split(maxsplit=1)[1] for line in listing.splitlines() if line.strip()]
     assert symbols
     return symbols
@@ -75,11 +87,11 @@ def test_every_undefined_symbol_belongs_to_the_shim_or_the_run_times(undefined_s
     assert any(SHIM.fullmatch(symbol) for symbol in undefined_symbols)
 
 
-def test_it_exports_nothing_of_torch_or_its_own(library: Path) -> None:
+def test_it_exports_nothing_of_torch_or_its_own(built: Path) -> None:
     """Hidden visibility: two libraries built on different torch headers cannot mix their inline functions."""
-    listing = _tool("nm", "--dynamic", "--defined-only", "--demangle", str(library))
+    listing = _tool("nm", "--dynamic", "--defined-only", "--demangle", str(built))
     exported = [line.split(maxsplit=2)[2] for line in listing.splitlines() if line.strip()]
-    assert not [name for name in exported if re.search(r"\b(moe|torch|at|c10)::", name)]
+    assert not [name for name in exported if re.search(r"\b(moe|torch|at|c10|cutlass|cute)::|^cuda", name)]
     assert " u " not in listing  # a unique symbol would be shared between libraries all the same
 
 
@@ -89,10 +101,10 @@ def test_it_needs_libtorch_and_no_python(dynamic_section: dict[str, list[str]]) 
     assert not [name for name in needed if re.match(r"lib(python|torch_python|c10|cudart|cuda|nvrtc)", name)]
 
 
-def test_it_shares_the_cxx_run_time_with_libtorch(library: Path, undefined_symbols: list[str]) -> None:
+def test_it_shares_the_cxx_run_time_with_libtorch(built: Path, undefined_symbols: list[str]) -> None:
     """With a copy of its own (libstdc++.a) the first exception that crosses into libtorch crashes the process."""
     assert [symbol for symbol in undefined_symbols if symbol.startswith("__cxa_throw@")]
-    assert "__cxa_throw" not in _tool("nm", "--dynamic", "--defined-only", str(library))
+    assert "__cxa_throw" not in _tool("nm", "--dynamic", "--defined-only", str(built))
 
 
 def test_it_has_no_run_path(dynamic_section: dict[str, list[str]]) -> None:
@@ -100,9 +112,10 @@ def test_it_has_no_run_path(dynamic_section: dict[str, list[str]]) -> None:
     assert "RUNPATH" not in dynamic_section
 
 
-def test_it_holds_no_path_of_the_machine_that_built_it(library: Path) -> None:
-    root = str(Path(__file__).resolve().parents[2]).encode()
-    assert root not in library.read_bytes()
+def test_it_holds_no_path_of_the_machine_that_built_it(built: Path) -> None:
+    held = built.read_bytes()
+    for name in (str(Path(__file__).resolve().parents[2]), "site-packages", "dist-packages", "/usr/local/cuda"):
+        assert name.encode() not in held
 
 
 def test_error_messages_name_files_relative_to_the_repository() -> None:
