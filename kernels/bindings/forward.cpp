@@ -208,7 +208,7 @@ void hopper_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_
   a.workspace = workspace.mutable_data_ptr();
   STD_TORCH_CHECK(workspace.numel() >= needed && is_aligned(a.workspace, kRegionAlignment), kOp,
                   "workspace: expected at least ", needed, " bytes aligned to ", kRegionAlignment, ", got ",
-                  workspace.numel());
+                  workspace.numel(), is_aligned(a.workspace, kRegionAlignment) ? " bytes" : " bytes that are not");
 
   const torch::stable::accelerator::DeviceGuard guard(check.device);
   void* stream = nullptr;
