@@ -98,7 +98,9 @@ def test_headers_compile_for_device_code(architecture: str, tmp_path: Path) -> N
     source.write_text("\n".join(lines) + "\n")
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     flags = ["-std=c++17", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
-    built = _run([nvcc, *flags, target, f"-I{INCLUDE}", "-c", str(source), "-o", str(tmp_path / "device.o")])
+    built = _run(
+        [nvcc, *flags, target, f"-I{INCLUDE}", f"-I{ROOT}", "-c", str(source), "-o", str(tmp_path / "device.o")]
+    )
     assert built.returncode == 0, built.stderr
 
 
