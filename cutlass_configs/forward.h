@@ -1,6 +1,6 @@
 // The kernel configurations of the forward, as data: what kernels are instantiated from, and a pure function that picks
-// configuration, tiling and schedule for a layer. Plain C++17, tested without a GPU. Who adds a row here adds one file to
-// kernels/forward/instances; docs/adding-a-config.md says how.
+// configuration, tiling and schedule for a layer. Plain C++17, tested without a GPU. Who adds a row here adds one file
+// to kernels/forward/instances; docs/adding-a-config.md says how.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ namespace moe {
 
 struct ForwardConfig {
   const char* name;
-  int tile_rows;     // of a block; two warpgroups take half of them each
-  int tile_columns;  // of a block: of o, or of gate and up together
-  int tile_depth;    // columns of both operands in one stage
-  int stages;        // of the operands' ring in shared memory
+  int tile_rows;      // of a block; two warpgroups take half of them each
+  int tile_columns;   // of a block: of o, or of gate and up together
+  int tile_depth;     // columns of both operands in one stage
+  int stages;         // of the operands' ring in shared memory
   int staging_bytes;  // of one half of the pulling warp's shared memory
   int producer_registers;
   int consumer_registers;

@@ -1,5 +1,5 @@
-// One forward call from the host: checks that the kernels can run it, lays the workspace out, encodes the tensor maps, and
-// launches the route kernel and then either the layer's kernel (mega) or one kernel per stage (staged). Called by
+// One forward call from the host: checks that the kernels can run it, lays the workspace out, encodes the tensor maps,
+// and launches the route kernel and then either the layer's kernel (mega) or one kernel per stage (staged). Called by
 // bindings/forward.cpp.
 #include "forward/launch.h"
 

@@ -3,7 +3,7 @@
 //
 //   warp 0   load      TMA of rows and weights into shared memory             (stage/load.h)
 //   warp 1   pull      routed rows of x into the ring                         (stage/dispatch.h)
-//   warp 2   schedule  claims tasks for the cluster; block 0 only             (stage/task_queue.h)
+//   warp 2   schedule  claims tasks for the cluster, waits of the load warp   (stage/task_queue.h)
 //   warp 3   signal    waits and raises of the computing warps                (stage/compute.h)
 //   warps 4-11         tensor cores and epilogues, then the combine           (stage/compute.h, stage/combine.h)
 #pragma once
@@ -24,6 +24,7 @@ __device__ void init_barriers(SharedStorage<kConfig>& storage) {
   for (int i = 0; i < kTaskSlots; ++i) {
     storage.slot_full[i].init(1);
     storage.slot_empty[i].init(2 * kSlotReaders);
+    storage.may_load[i].init(1);
     storage.may_store[i].init(1);
     storage.stored[i].init(kComputeThreads / 32);
   }
@@ -70,8 +71,8 @@ __global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    storage.plan = plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens,
-                                  generation);
+    storage.plan =
+        plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens, generation);
   }
   cluster_sync();
 
@@ -79,11 +80,11 @@ __global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constan
   if (warp < static_cast<int>(Warp::kCompute)) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kShape.producer_registers>();
     if (warp == static_cast<int>(Warp::kLoad) && leads && has_tasks) {
-      LoadRole<kConfig>(params, storage, pipeline).run(counters, block);
+      LoadRole<kConfig>(params, storage, pipeline).run();
     } else if (warp == static_cast<int>(Warp::kPull) && (params.stages & kStageDispatch) != 0) {
       const PullMemory memory{{storage.staging[0], storage.staging[1]}, storage.staged, Traits::kShape.staging_bytes};
       PullRole(params, storage.plan, counters, memory, block).run();
-    } else if (warp == static_cast<int>(Warp::kSchedule) && leads && has_tasks && block_in_cluster() == 0) {
+    } else if (warp == static_cast<int>(Warp::kSchedule) && leads && has_tasks) {
       schedule_tasks<kConfig>(params, storage, counters, block);
     } else if (warp == static_cast<int>(Warp::kSignal) && leads && has_tasks) {
       signal_tasks<kConfig>(storage, counters, block);

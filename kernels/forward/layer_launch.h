@@ -1,5 +1,5 @@
-// Host side of the layer's kernel: shared memory, cluster, launch. Included by the instances alone; forward/launch.cu sees
-// the declaration of launch_layer in forward/layer_instances.h.
+// Host side of the layer's kernel: shared memory, cluster, launch. Included by the instances alone; forward/launch.cu
+// sees the declaration of launch_layer in forward/layer_instances.h.
 #pragma once
 
 #include "forward/layer_instances.h"
@@ -12,8 +12,7 @@ cudaError_t launch_layer(const ForwardParams& params, int blocks, cudaStream_t s
   constexpr int kBytes = static_cast<int>(sizeof(SharedStorage<kConfig>));
   static_assert(kBytes <= 232448, "a block has 227 KB of shared memory");
   // Once per device would do; it costs less than a microsecond and needs no state.
-  cudaError_t error =
-      cudaFuncSetAttribute(layer_kernel<kConfig>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  cudaError_t error = cudaFuncSetAttribute(layer_kernel<kConfig>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));

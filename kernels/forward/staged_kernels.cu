@@ -28,8 +28,8 @@ __device__ inline std::int64_t start_block(const ForwardParams& params, BlockSta
     }
     const Counters counters(params.counters, state.counter_offsets, params.problem, generation);
     counters.wait_start({static_cast<std::int32_t>(blockIdx.x), role, TaskKind::kPlan, -1});
-    state.plan = plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens,
-                                generation);
+    state.plan =
+        plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens, generation);
   }
   __syncthreads();
   return generation;
@@ -73,8 +73,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 
 cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(DispatchState));
-  const cudaError_t error =
-      cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error = cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   dispatch_kernel<<<blocks, 32 * kPullWarps, kBytes, stream>>>(params);
   return cudaGetLastError();

@@ -27,8 +27,8 @@ std::string encode(CUtensorMap& map, const void* data, const cuuint64_t (&dims)[
     box[i] = i == 0 ? 64 : i == 1 ? static_cast<cuuint32_t>(box_rows) : 1;
     steps[i] = 1;
   }
-  const CUresult result = function(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), dims, strides,
-                                   box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const CUresult result = function(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), dims,
+                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return "";
   return "tensor map: expected to encode [" + std::to_string(dims[1]) + ", " + std::to_string(dims[0]) +

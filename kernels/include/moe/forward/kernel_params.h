@@ -20,8 +20,8 @@ enum StageMask : std::int32_t {
   kStageAll = 15,
 };
 
-// act(gate, up) = g * sigmoid(z) * (u + up_offset) with -z log2(e) = g * (linear + cubic * g * g), g and u clamped by limit;
-// kSilu is that without clamp, cubic and up_offset; the others are no sigmoid. See stage/activation.h.
+// act(gate, up) = g * sigmoid(z) * (u + up_offset) with -z log2(e) = g * (linear + cubic * g * g), g and u clamped by
+// limit; kSilu is that without clamp, cubic and up_offset; the others are no sigmoid. See stage/activation.h.
 enum class ActivationForm : std::int32_t { kSilu, kSigmoid, kErf, kRelu2 };
 struct ActivationParams {
   ActivationForm form;
@@ -50,17 +50,17 @@ struct ForwardParams {
   ActivationParams activation;
   std::int32_t stages;  // StageMask
 
-  const unsigned char* x;        // bf16 [T, H]
-  std::int64_t x_token_bytes;    // from one token's row to the next
-  TopkIds topk_idx;              // [T, K]
-  TopkWeights topk_weights;      // [T, K]
-  const std::uint16_t* bias_gate_up;  // bf16 [L, 2I] or null
-  const std::uint16_t* bias_down;     // bf16 [L, H] or null
-  unsigned char* x_rows;         // bf16 [x_slots, 128, H]
-  std::uint16_t* a_rows;         // bf16 [a_slots, 128, I]
-  std::uint16_t* o_rows;         // bf16 [T * K, H]
-  std::uint16_t* h;              // bf16 [T * K, 2I] or null
-  std::uint16_t* y;              // bf16 [T, H]
+  const unsigned char* x;              // bf16 [T, H]
+  std::int64_t x_token_bytes;          // from one token's row to the next
+  TopkIds topk_idx;                    // [T, K]
+  TopkWeights topk_weights;            // [T, K]
+  const std::uint16_t* bias_gate_up;   // bf16 [L, 2I] or null
+  const std::uint16_t* bias_down;      // bf16 [L, H] or null
+  unsigned char* x_rows;               // bf16 [x_slots, 128, H]
+  std::uint16_t* a_rows;               // bf16 [a_slots, 128, I]
+  std::uint16_t* o_rows;               // bf16 [T * K, H]
+  std::uint16_t* h;                    // bf16 [T * K, 2I] or null
+  std::uint16_t* y;                    // bf16 [T, H]
   std::int32_t* saved_expert_offsets;  // [L + 1]
 };
 

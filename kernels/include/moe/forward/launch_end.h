@@ -1,13 +1,13 @@
-// What a block does when it leaves a launch. The last one to leave prepares the memory for the next launch and, if a wait
-// ran out of time, turns the step's outputs into NaN.
+// What a block does when it leaves a launch. The last one to leave prepares the memory for the next launch and, if a
+// wait ran out of time, turns the step's outputs into NaN.
 #pragma once
 
 #include "moe/forward/kernel_params.h"
 
 namespace moe {
 
-// By all threads of the block, with everything done. `is_last` is shared memory; `ends_step` says that no launch of this
-// step follows, so that the generation advances.
+// By all threads of the block, with everything done. `is_last` is shared memory; `ends_step` says that no launch of
+// this step follows, so that the generation advances.
 __device__ inline void leave_launch(const ForwardParams& params, std::int32_t& is_last, bool ends_step) {
   const PlanMemory& memory = params.counters.plan;
   __syncthreads();

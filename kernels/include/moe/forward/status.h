@@ -1,5 +1,6 @@
-// What a launch tells the host when a step fails: one record in memory that both can reach, written once, read by Python
-// without waiting for the device. Owns the codes and the meaning of the values; the twin of moe_megakernel.device_status.
+// What a launch tells the host when a step fails: one record in memory that both can reach, written once, read by
+// Python without waiting for the device. Owns the codes and the meaning of the values; the twin of
+// moe_megakernel.device_status.
 #pragma once
 
 #include <cstdint>

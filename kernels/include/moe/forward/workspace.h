@@ -1,5 +1,5 @@
-// Where everything lies in the one piece of device memory that a forward launch of one rank works in. Host only. The first
-// bytes, which hand the generation from launch to launch, stand at the same place for every size of layer; so one
+// Where everything lies in the one piece of device memory that a forward launch of one rank works in. Host only. The
+// first bytes, which hand the generation from launch to launch, stand at the same place for every size of layer; so one
 // workspace can serve layers of any shape that fits, one after the other.
 #pragma once
 

@@ -1,6 +1,6 @@
-// The activation between the two GEMMs on the device, in fp32, on values of h that are already rounded to bf16. Called by
-// the gate_up epilogue. The formulas and their sources stand in reference/activation.py; three of the four gated ones are
-// one formula with different numbers:
+// The activation between the two GEMMs on the device, in fp32, on values of h that are already rounded to bf16. Called
+// by the gate_up epilogue. The formulas and their sources stand in reference/activation.py; three of the four gated
+// ones are one formula with different numbers:
 //
 //   swiglu       g * sigmoid(g) * u
 //   swiglu_oai   g * sigmoid(alpha g) * (u + 1)

@@ -1,6 +1,6 @@
-// The combine: y[t] = sum over k, ascending, of weight[t, k] * o[t, k] in fp32, rounded once. One warp claims a few tokens at
-// a time and starts the loads of up to four rows before it adds the first. Dropped routes are not read. In the layer's
-// kernel all computing warps do this when their tasks are done; the staged combine kernel is nothing else.
+// The combine: y[t] = sum over k, ascending, of weight[t, k] * o[t, k] in fp32, rounded once. One warp claims a few
+// tokens at a time and starts the loads of up to four rows before it adds the first. Dropped routes are not read. In
+// the layer's kernel all computing warps do this when their tasks are done; the staged combine kernel is nothing else.
 #pragma once
 
 #include <cuda_bf16.h>

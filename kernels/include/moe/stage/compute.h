@@ -1,10 +1,10 @@
 // The compute role: two warpgroups that run the K loops and the epilogues of gate_up and down, and the signal warp that
 // does their waiting and raising, so that no computing thread ever stands at a counter in memory.
 //
-// Order inside a task: the signal warp awaits what the epilogue may overwrite and opens `may_store`; the computing warps
-// multiply, pass `may_store`, store, fence and arrive at `stored`; the signal warp, which waits there, releases the
-// task's counters. Arrivals and waits on these barriers are releases and acquires, so what a computing thread has stored is
-// ordered before the raise.
+// Order inside a task: the signal warp awaits what the epilogue may overwrite and opens `may_store`; the computing
+// warps multiply, pass `may_store`, store, fence and arrive at `stored`; the signal warp, which waits there, releases
+// the task's counters. Arrivals and waits on these barriers are releases and acquires, so what a computing thread has
+// stored is ordered before the raise.
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
@@ -49,8 +49,8 @@ __device__ void compute_tasks(const ForwardParams& params, SharedStorage<kConfig
   const std::int32_t first_row = (static_cast<std::int32_t>(threadIdx.x) / 128 - 1) * Traits::kHalfRows;
   Mainloop<kConfig> mainloop(storage, pipeline);
   TaskReader<kConfig> reader(storage);
-  auto accumulators = cute::make_tensor<float>(
-      cute::partition_shape_C(typename Traits::Mma{}, cute::Shape<cute::Int<Traits::kRows>, cute::Int<Traits::kColumns>>{}));
+  auto accumulators = cute::make_tensor<float>(cute::partition_shape_C(
+      typename Traits::Mma{}, cute::Shape<cute::Int<Traits::kRows>, cute::Int<Traits::kColumns>>{}));
   while (true) {
     const TaskSlot slot = reader.wait();
     __syncwarp();
@@ -59,16 +59,15 @@ __device__ void compute_tasks(const ForwardParams& params, SharedStorage<kConfig
     const Task task = slot.task();
     if (is_tile_task(task.kind)) {
       const bool gate_up = task.kind == TaskKind::kGateUp;
-      const BlockWork work =
-          work_of_block(task, rank, gate_up ? params.act_tiles : params.hidden_tiles);
+      const BlockWork work = work_of_block(task, rank, gate_up ? params.act_tiles : params.hidden_tiles);
       const bool works = work.valid && first_row < slot.rows;
       std::int32_t routes[2] = {-1, -1};
       if (works && !gate_up) read_routes(params, slot.row_begin, slot.rows, routes);
       mainloop.run(accumulators, gate_up ? params.gate_up_steps : params.down_steps, works);
       storage.may_store[reader.slot()].wait(reader.parity());
       if (works && gate_up) {
-        const auto ring_row = static_cast<std::int32_t>(work.tile) % static_cast<std::int32_t>(params.schedule.a_slots) *
-                              Traits::kRows;
+        const auto ring_row =
+            static_cast<std::int32_t>(work.tile) % static_cast<std::int32_t>(params.schedule.a_slots) * Traits::kRows;
         const auto column = static_cast<std::int32_t>(work.column * params.tiling.act_columns);
         gate_up_epilogue(accumulators, params, {task.expert, column, slot.row_begin, slot.rows, ring_row});
         fence_proxy_async();

@@ -1,11 +1,11 @@
-// The dispatch: one warp that copies routed rows of x into the ring that the gate_up GEMM reads, piece after piece, by bulk
-// copies through shared memory. In the layer's kernel it runs beside the tensor cores; the staged dispatch kernel runs many
-// of it.
+// The dispatch: one warp that copies routed rows of x into the ring that the gate_up GEMM reads, piece after piece, by
+// bulk copies through shared memory. In the layer's kernel it runs beside the tensor cores; the staged dispatch kernel
+// runs many of it.
 //
-// A row is cut into chunks of up to 4 KB; a batch is as many chunks as fit one half of the staging memory, each owned by
-// one lane. While a batch is loaded into one half, the batch before leaves the other. A piece is raised when its last
-// batch has landed; the warp never waits for ring space with rows of its own still in flight, since the tasks that would
-// free the space may wait for just these.
+// A row is cut into chunks of up to 4 KB; a batch is as many chunks as fit one half of the staging memory, each owned
+// by one lane. While a batch is loaded into one half, the batch before leaves the other. A piece is raised when its
+// last batch has landed; the warp never waits for ring space with rows of its own still in flight, since the tasks that
+// would free the space may wait for just these.
 #pragma once
 
 #include "moe/arch/sm90/barrier.h"
@@ -155,7 +155,7 @@ class PullRole {
   std::int32_t row_bytes_;
   std::int32_t parts_;  // chunks of a row
   std::int32_t chunk_bytes_;
-  std::int32_t lanes_;  // chunks of a batch
+  std::int32_t lanes_;         // chunks of a batch
   std::uint32_t batches_ = 0;  // begun so far
   unsigned char* open_to_ = nullptr;
   std::int32_t open_bytes_ = 0;

@@ -1,5 +1,5 @@
-// Epilogue of the down GEMM: bias, rounding, and every row to the place of its route, o[t * K + k], from where the combine
-// takes it.
+// Epilogue of the down GEMM: bias, rounding, and every row to the place of its route, o[t * K + k], from where the
+// combine takes it.
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
@@ -10,7 +10,7 @@ namespace moe::sm90 {
 
 struct DownTile {
   std::int32_t expert;
-  std::int32_t column;  // first column of o
+  std::int32_t column;     // first column of o
   std::int32_t routes[2];  // of this thread's two rows, or -1
 };
 

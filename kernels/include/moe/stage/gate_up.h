@@ -1,6 +1,6 @@
 // Epilogue of the gate_up GEMM: bias, rounding, activation; h leaves for backward (where it is kept) in compact rows, a
-// for the ring that the down GEMM reads. A thread holds gate and up of the same columns, because the weight tile is half
-// gate rows and half up rows.
+// for the ring that the down GEMM reads. A thread holds gate and up of the same columns, because the weight tile is
+// half gate rows and half up rows.
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"

@@ -1,6 +1,7 @@
-// The load role of the two GEMMs: one thread waits for a task's rows and feeds its operands to shared memory by TMA.
-// Blocks of a cluster share what they have in common: two row tiles share the weight tile, and each block loads half of it
-// for both; two column tiles of one row tile share the rows in the same way.
+// The load role of the two GEMMs: one thread feeds a task's operands to shared memory by TMA, behind the waits that the
+// schedule warp makes for it.
+// Blocks of a cluster share what they have in common: two row tiles share the weight tile, and each block loads half of
+// it for both; two column tiles of one row tile share the rows in the same way.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -14,7 +15,7 @@ namespace moe::sm90 {
 struct OperandBoxes {
   const CUtensorMap* rows;
   const CUtensorMap* weight;
-  std::int32_t row;         // first row of the block's row tile, in rows of the ring
+  std::int32_t row;  // first row of the block's row tile, in rows of the ring
   std::int32_t expert;
   std::int32_t column;      // first row of the weight for half 0
   std::int32_t half_rows;   // from half 0 to half 1: rows of the weight ...
@@ -34,18 +35,19 @@ class LoadRole {
         pipeline_(pipeline),
         state_(cutlass::make_producer_start_state<Pipeline>()) {}
 
-  __device__ void run(const Counters& counters, std::int32_t block) {
+  __device__ void run() {
     const auto rank = block_in_cluster();
     TaskReader<kConfig> reader(storage_);
     while (true) {
       const TaskSlot slot = reader.wait();
+      if (slot.kind < 0) {
+        reader.release_current();
+        break;
+      }
+      storage_.may_load[reader.slot()].wait(reader.parity());
       reader.release_current();
       reader.next();
-      if (slot.kind < 0) break;
       const Task task = slot.task();
-      const Site site{block, Role::kLoad, task.kind, slot.ticket};
-      const Waits waits = task_waits(storage_.plan, task, rank, Role::kLoad);
-      for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kLoad>(site, waits.items[i]);
       if (is_tile_task(task.kind)) load(boxes(task, rank), task.paired_columns != 0, rank);
     }
     pipeline_.producer_tail(state_);

@@ -1,10 +1,10 @@
-// How a cluster gets its tasks: the schedule warp of block 0 claims tickets of the compute stream one after the other and
-// hands each task to the load, signal and computing warps of both blocks through two slots in shared memory.
+// How a cluster gets its tasks: the schedule warp of block 0 claims tickets of the compute stream one after the other
+// and hands each task to all roles of both blocks through two slots in shared memory.
 //
-// A slot is free again when load and signal warps have copied it and the computing warps have gone on to the next one. So
-// a cluster holds the task it computes and the next one, which its loads are already running ahead for, and no third: late
-// claims keep clusters busy until the end. Claims come in ticket order, which is why the earliest unfinished task of all
-// is always some cluster's current one.
+// A slot is free again when the other warps have copied it and the computing warps have gone on to the next one. So
+// a cluster holds the task it computes and the next one, which its loads are already running ahead for, and no third:
+// late claims keep clusters busy until the end. Claims come in ticket order, which is why the earliest unfinished task
+// of all is always some cluster's current one.
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
@@ -55,43 +55,63 @@ __device__ inline TicketRange ticket_range(const ForwardParams& params, const Pl
   }
 }
 
-// The schedule warp of block 0, by one thread.
+// Claims the next ticket and hands its task, or that there is none, to both blocks.
+template <int kConfig>
+__device__ void claim_task(const ForwardParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
+                           std::int32_t block, const TicketRange& range, int slot) {
+  const PlanMemory& memory = params.counters.plan;
+  const std::int64_t ticket = range.begin + atomicAdd(memory.tickets + kComputeTickets * kTicketStride, 1);
+  const bool any = ticket < range.end;
+  Task task{};
+  RowTile tiles[2] = {};
+  if (any) {
+    task = memory.tasks[ticket];
+    counters.log_claim({block, Role::kLoad, task.kind, static_cast<std::int32_t>(ticket)}, Stream::kCompute);
+    if (is_tile_task(task.kind)) {
+      tiles[0] = memory.tables.tiles[task.tile];
+      tiles[1] = task.paired_columns != 0 ? tiles[0] : memory.tables.tiles[task.tile + 1];
+    }
+  }
+  for (std::uint32_t target = 0; target < 2; ++target) {
+    const std::uint32_t base = peer_address(&storage.slots[slot], target);
+    const std::int32_t words[] = {any ? static_cast<std::int32_t>(task.kind) : -1,
+                                  task.expert,
+                                  task.tile,
+                                  task.column,
+                                  task.paired_columns,
+                                  static_cast<std::int32_t>(ticket),
+                                  tiles[target].row_begin,
+                                  tiles[target].rows};
+    static_assert(sizeof(words) == sizeof(TaskSlot));
+    for (int i = 0; i < 8; ++i) store_cluster(base + 4 * i, words[i]);
+    storage.slot_full[slot].arrive_at(target);
+  }
+}
+
+// The schedule warps of both blocks, by one thread each. Block 0 claims; both make the waits of their load role, a task
+// ahead of it, so that the loads of one task follow those of another without a pause: what the waits have acquired goes
+// to the load warp through `may_load`.
 template <int kConfig>
 __device__ void schedule_tasks(const ForwardParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
                                std::int32_t block) {
-  const Plan& plan = storage.plan;
-  const TicketRange range = ticket_range(params, plan);
-  const PlanMemory& memory = params.counters.plan;
-  for (int index = 0;; ++index) {
-    const int slot = index % kTaskSlots;
-    storage.slot_empty[slot].wait(((index / kTaskSlots) & 1) ^ 1);
-    const std::int64_t ticket = range.begin + atomicAdd(memory.tickets + kComputeTickets * kTicketStride, 1);
-    const bool any = ticket < range.end;
-    Task task{};
-    RowTile tiles[2] = {};
-    if (any) {
-      task = memory.tasks[ticket];
-      counters.log_claim({block, Role::kLoad, task.kind, static_cast<std::int32_t>(ticket)}, Stream::kCompute);
-      if (is_tile_task(task.kind)) {
-        tiles[0] = memory.tables.tiles[task.tile];
-        tiles[1] = task.paired_columns != 0 ? tiles[0] : memory.tables.tiles[task.tile + 1];
-      }
+  const auto rank = block_in_cluster();
+  const TicketRange range = ticket_range(params, storage.plan);
+  TaskReader<kConfig> reader(storage);
+  while (true) {
+    const int index = reader.slot();
+    if (rank == 0) {
+      storage.slot_empty[index].wait(reader.parity() ^ 1);
+      claim_task(params, storage, counters, block, range, index);
     }
-    for (std::uint32_t target = 0; target < 2; ++target) {
-      const std::uint32_t base = peer_address(&storage.slots[slot], target);
-      const std::int32_t words[] = {any ? static_cast<std::int32_t>(task.kind) : -1,
-                                    task.expert,
-                                    task.tile,
-                                    task.column,
-                                    task.paired_columns,
-                                    static_cast<std::int32_t>(ticket),
-                                    tiles[target].row_begin,
-                                    tiles[target].rows};
-      static_assert(sizeof(words) == sizeof(TaskSlot));
-      for (int i = 0; i < 8; ++i) store_cluster(base + 4 * i, words[i]);
-      storage.slot_full[slot].arrive_at(target);
-    }
-    if (!any) return;
+    const TaskSlot slot = reader.wait();
+    reader.release_current();
+    if (slot.kind < 0) return;
+    const Task task = slot.task();
+    const Site site{block, Role::kLoad, task.kind, slot.ticket};
+    const Waits waits = task_waits(storage.plan, task, rank, Role::kLoad);
+    for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kLoad>(site, waits.items[i]);
+    storage.may_load[index].arrive();
+    reader.next();
   }
 }
 

@@ -1,6 +1,6 @@
 // From accumulators to rows in memory: which rows and columns of a tile a thread holds, rounding to bf16, biases, and
-// 16-byte stores. Shared by the epilogues of gate_up and down, which spend one instruction where they can: everything that
-// a tile's columns do not change is worked out once per row.
+// 16-byte stores. Shared by the epilogues of gate_up and down, which spend one instruction where they can: everything
+// that a tile's columns do not change is worked out once per row.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,8 +30,8 @@ struct TilePlace {
   }
 };
 
-// Lane q of four neighbouring lanes holds columns 2 q, 2 q + 1 of blocks 0 to 3 (8 columns each). Afterwards it holds all
-// 8 columns of block q, ready for one 16-byte store.
+// Lane q of four neighbouring lanes holds columns 2 q, 2 q + 1 of blocks 0 to 3 (8 columns each). Afterwards it holds
+// all 8 columns of block q, ready for one 16-byte store.
 __device__ inline uint4 gather_block(const std::uint32_t (&pairs)[4], int quad) {
   const bool odd = (quad & 1) != 0;
   const std::uint32_t r0 = __shfl_xor_sync(0xffffffffu, odd ? pairs[0] : pairs[1], 1);
@@ -47,8 +47,8 @@ __device__ inline uint4 gather_block(const std::uint32_t (&pairs)[4], int quad) 
   return upper ? make_uint4(s0, s1, high0, high1) : make_uint4(low0, low1, s0, s1);
 }
 
-// A row's columns from a thread's first block on, and how many of them there are (0: the row does not exist). Stores are
-// predicated, not branched around, so that the four lanes of a gather stay together.
+// A row's columns from a thread's first block on, and how many of them there are (0: the row does not exist). Stores
+// are predicated, not branched around, so that the four lanes of a gather stay together.
 struct RowWriter {
   std::uint16_t* begin;
   std::int32_t columns;
@@ -75,8 +75,8 @@ __device__ inline void store_streaming(std::uint16_t* address, const uint4& valu
   RowWriter{address, 1}.store<false>(0, value);
 }
 
-// Adds a bias to blocks [0, kBlocks) of a thread's accumulators that begin at element kFirst; both rows. `bias` points to
-// the first of `columns` columns.
+// Adds a bias to blocks [0, kBlocks) of a thread's accumulators that begin at element kFirst; both rows. `bias` points
+// to the first of `columns` columns.
 template <int kFirst, int kBlocks, typename Accumulators>
 __device__ inline void add_bias(Accumulators& acc, const std::uint16_t* bias, std::int32_t columns, int quad) {
 #pragma unroll

@@ -1,9 +1,10 @@
-// Waits and raises on the device, as plan/edges.h and plan/dependencies.h define them: acquire and release at the edge's
-// scope, with the edge's fences, bounded in time, and written to the log of a test run. Every role of the layer's kernel
-// goes through this file and through nothing else.
+// Waits and raises on the device, as plan/edges.h and plan/dependencies.h define them: acquire and release at the
+// edge's scope, with the edge's fences, bounded in time, and written to the log of a test run. Every role of the
+// layer's kernel goes through this file and through nothing else.
 //
-// A wait that runs out of time reports itself once and sets PlanSizes::aborted. From then on no wait of the launch waits:
-// roles keep walking their tasks, so that shared-memory pipelines stay balanced, and the launch ends with NaN outputs.
+// A wait that runs out of time reports itself once and sets PlanSizes::aborted. From then on no wait of the launch
+// waits: roles keep walking their tasks, so that shared-memory pipelines stay balanced, and the launch ends with NaN
+// outputs.
 #pragma once
 
 #include <cstdint>
@@ -92,8 +93,8 @@ class Counters {
   template <Role kRole>
   __device__ void wait(const Site& site, const Wait& wait) const {
     const std::int32_t* counter = address(wait.counter, wait.index);
-    const std::int64_t seen = spin(site, wait.counter, wait.index, wait.target,
-                                   [&] { return std::int64_t{load_acquire_gpu(counter)}; });
+    const std::int64_t seen =
+        spin(site, wait.counter, wait.index, wait.target, [&] { return std::int64_t{load_acquire_gpu(counter)}; });
     write_log(LogEvent::kWait, site, wait.counter, wait.index, seen);
     // All counters that the load and pull roles wait for guard memory of the async proxy; see the table.
     static_assert(kRole != Role::kLoad || (wait_fences(Counter::kXReady, Role::kLoad) & kProxyFence) != 0);

@@ -1,6 +1,6 @@
-// Shared-memory barriers (mbarrier) within a block and across the two blocks of a cluster, in the forms that CUTLASS has
-// no wrapper for: arrivals on the other block's barrier with cluster scope, and waits that acquire at cluster scope.
-// Used by the task queue, the pulling role and the epilogues; the TMA pipeline uses cutlass::PipelineTmaAsync.
+// Shared-memory barriers (mbarrier) within a block and across the two blocks of a cluster, in the forms that CUTLASS
+// has no wrapper for: arrivals on the other block's barrier with cluster scope, and waits that acquire at cluster
+// scope. Used by the task queue, the pulling role and the epilogues; the TMA pipeline uses cutlass::PipelineTmaAsync.
 #pragma once
 
 #include <cstdint>

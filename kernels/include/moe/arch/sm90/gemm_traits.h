@@ -31,9 +31,9 @@ struct GemmTraits {
   using ColumnsLayout = decltype(cute::tile_to_shape(
       Atom{}, cute::make_shape(cute::Int<kColumns>{}, cute::Int<kDepth>{}, cute::Int<kStages>{})));
   // Two warpgroups, 64 rows each, all columns.
-  using Mma = decltype(cute::make_tiled_mma(
-      cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>{},
-      cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+  using Mma =
+      decltype(cute::make_tiled_mma(cute::SM90_64x256x16_F32BF16BF16_SS<cute::GMMA::Major::K, cute::GMMA::Major::K>{},
+                                    cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
   using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
   using Pipeline = cutlass::PipelineTmaAsync<kStages>;
   using PipelineState = typename Pipeline::PipelineState;
@@ -60,8 +60,8 @@ struct TaskSlot {
   __device__ Task task() const { return {static_cast<TaskKind>(kind), expert, tile, column, paired_columns}; }
 };
 inline constexpr int kTaskSlots = 2;
-// Readers of a slot in one block: load, signal and eight computing warps.
-inline constexpr int kSlotReaders = 10;
+// Readers of a slot in one block: schedule, load, signal and eight computing warps.
+inline constexpr int kSlotReaders = 11;
 
 template <int kConfig>
 struct SharedStorage {
@@ -73,6 +73,7 @@ struct SharedStorage {
   TaskSlot slots[kTaskSlots];
   Barrier slot_full[kTaskSlots];   // raised by the schedule warp of block 0, in both blocks
   Barrier slot_empty[kTaskSlots];  // of block 0: all readers of both blocks
+  Barrier may_load[kTaskSlots];    // schedule warp: the load role's waits are met
   Barrier may_store[kTaskSlots];   // signal warp: the compute role's waits are met
   Barrier stored[kTaskSlots];      // computing warps: loads read, outputs stored
   Barrier staged[2];               // bytes of a half of the staging memory

@@ -1,5 +1,5 @@
-// The K loop of both GEMMs: 64 x 256 fp32 accumulators of one warpgroup over the stages that the load role fills. Always
-// from the first column to the last, so that a row's result does not depend on what else is computed.
+// The K loop of both GEMMs: 64 x 256 fp32 accumulators of one warpgroup over the stages that the load role fills.
+// Always from the first column to the last, so that a row's result does not depend on what else is computed.
 #pragma once
 
 #include "cute/algorithm/gemm.hpp"
@@ -13,15 +13,16 @@ class Mainloop {
   using Pipeline = typename Traits::Pipeline;
 
  public:
-  // In the order of the instruction: element 4 j + 2 r + c of a thread is row lane / 4 + 8 r and column 8 j + 2 (lane % 4)
+  // In the order of the instruction: element 4 j + 2 r + c of a thread is row lane / 4 + 8 r and column 8 j + 2 (lane %
+  // 4)
   // + c of its warp's 16 rows.
   static constexpr int kAccumulators = Traits::kHalfRows * Traits::kColumns / 128;
 
   __device__ Mainloop(SharedStorage<kConfig>& storage, Pipeline& pipeline) : storage_(storage), pipeline_(pipeline) {}
 
-  // With `works` false the stages are only passed on. One thread of a warpgroup releases a stage for all of it: where they
-  // multiply, the instruction keeps its four warps together; where they do not, a barrier must, or a slow warp would miss
-  // the stage's next phase and wait forever.
+  // With `works` false the stages are only passed on. One thread of a warpgroup releases a stage for all of it: where
+  // they multiply, the instruction keeps its four warps together; where they do not, a barrier must, or a slow warp
+  // would miss the stage's next phase and wait forever.
   template <typename Accumulators>
   __device__ void run(Accumulators& accumulators, std::int32_t steps, bool works) {
     if (!works) {
