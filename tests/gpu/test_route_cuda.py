@@ -6,6 +6,7 @@ Every output is allocated poisoned, so an element that the kernel leaves unwritt
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -151,3 +152,15 @@ def test_more_segments_than_shared_memory_holds(num_clusters: int) -> None:
     case = one_rank(300_000, 8, 8, "uniform", schedule, width=128)
     assert len(make_plan(case.config, case.class_counts, case.tokens).segments) > 8000
     check_plan(case)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"moe::route: num_experts: expected 1 to 33554431, got 0"):
+        torch.ops.moe.route(torch.zeros(2, 2, dtype=torch.int64, device="cuda"), 0)
+    case = make_case(0, max_ranks=2)
+    few = replace(case.config, problem=replace(case.config.problem, row_capacity=0))
+    with pytest.raises(RuntimeError, match=r"moe::device_plan: config: expected row_capacity >= \d+, the rows"):
+        torch.ops.moe.device_plan(case.class_counts.cuda(), case.tokens, few.tensor())
+    many = one_rank(10, 1025, 1, "uniform", Schedule())
+    with pytest.raises(RuntimeError, match=r"moe::device_plan: config: expected at most 1024 experts a rank, got 1025"):
+        torch.ops.moe.device_plan(many.class_counts.cuda(), many.tokens, many.config.tensor())

@@ -26,9 +26,9 @@ MOE_HOST_DEVICE void plan_own_routes(Cluster& cluster, const SortJob<Id>& sort, 
       count_in_parallel(block, sort, round);
     });
     cluster.stage([&](auto& block) {
+      const bool refused = first_bad_of(sort.part_first_bad, block.count) != kNoBadId;
       place_in_parallel(block, sort, round);
-      if (!round.last || plan.sizes == nullptr) return;
-      build_in_parallel(block, plan, first_bad_of(sort.part_first_bad, block.count) != kNoBadId);
+      if (round.last && plan.sizes != nullptr) build_in_parallel(block, plan, refused);
     });
   }
 }

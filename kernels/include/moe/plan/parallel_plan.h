@@ -164,7 +164,10 @@ MOE_HOST_DEVICE void build_in_parallel(Block& block, const PlanJob& job, bool re
   block.phase([&](const Thread& me) {
     fill_experts(me, job, parts);
     fill_tiles(me, job, parts);
-    fill_tasks(me, job, parts);
+    // Short tables keep the first threads busy; most tasks go to the others.
+    Thread from_end = me;
+    from_end.cluster_index = me.cluster_count - 1 - me.cluster_index;
+    fill_tasks(from_end, job, parts);
     fill_ends(me, job, parts);
   });
 }
