@@ -44,7 +44,7 @@ def test_faults(call: tuple, fault: str) -> None:
 def test_most_experts_are_those_of_the_route_kernel() -> None:
     from pathlib import Path
 
-    header = Path(__file__).resolve().parents[2] / "kernels/include/moe/forward/route_arguments.h"
+    header = Path(__file__).resolve().parents[2] / "kernels/include/moe/plan/plan_scratch.h"
     (limit,) = re.findall(r"kMaxRouteExperts = (\d+);", header.read_text())
     assert int(limit) == support.MAX_EXPERTS
 

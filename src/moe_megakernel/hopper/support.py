@@ -14,7 +14,7 @@ import torch
 
 from ..backends import available_backends, select_backend
 
-#: Experts whose counters fit the route kernel's shared memory, kMaxRouteExperts in `moe/forward/route_arguments.h`.
+#: Experts whose counters fit the route kernel's shared memory, kMaxRouteExperts in `moe/plan/plan_scratch.h`.
 MAX_EXPERTS = 1024
 #: H and I are multiples of it: rows of bfloat16 are then multiples of 16 bytes, which bulk copies need.
 UNIT = 8
