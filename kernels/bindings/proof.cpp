@@ -168,9 +168,10 @@ Numbers read_offsets(const PlanConfig& config, const Tensor& expert_offsets) {
 }
 
 // records int64 [N, 8] of LogRecord; config [22] of the rank, its rings as they were; launch [4]: direction, mask of
-// needs, tokens of the rank and generation; expert_offsets [L + 1]. Returns why the log is rejected, or "".
+// needs, tokens of the rank and generation; expert_offsets [L + 1]; num_combiners of proof/check_log.h. Returns why the
+// log is rejected, or "".
 std::string check_log(const Tensor& records, const Tensor& config, const Tensor& launch, const Tensor& expert_offsets,
-                      std::int64_t num_blocks) {
+                      std::int64_t num_blocks, std::int64_t num_combiners) {
   STD_TORCH_CHECK(records.dim() == 2 && records.size(1) == kLogColumns && records.scalar_type() == ScalarType::Long &&
                       records.is_contiguous(),
                   "moe::check_log: records: expected a contiguous int64 tensor of shape [N, ", kLogColumns, "], got ",
@@ -185,12 +186,14 @@ std::string check_log(const Tensor& records, const Tensor& config, const Tensor&
   const Numbers offsets = read_offsets(read, expert_offsets);
   STD_TORCH_CHECK(num_blocks >= 2 && num_blocks % 2 == 0 && num_blocks <= kMaxIndex,
                   "moe::check_log: num_blocks: expected an even number from 2 on, got ", num_blocks);
+  STD_TORCH_CHECK(num_combiners >= 0 && num_combiners <= kMaxIndex - num_blocks,
+                  "moe::check_log: num_combiners: expected 0 to ", kMaxIndex - num_blocks, ", got ", num_combiners);
   const GradNeeds needs{(ran[1] & 1) != 0, (ran[1] & 2) != 0, (ran[1] & 4) != 0, (ran[1] & 8) != 0};
   const OwnedPlan owned = build_plan(read, offsets.data(), ran[2], static_cast<Direction>(ran[0]), needs, ran[3]);
   std::vector<LogRecord> log;
   const auto* fields = records.const_data_ptr<std::int64_t>();
   for (std::int64_t row = 0; row < records.size(0); ++row) log.push_back(read_record(row, fields + row * kLogColumns));
-  return proof::check_log(owned.plan, num_blocks, log);
+  return proof::check_log(owned.plan, num_blocks, num_combiners, log);
 }
 
 }  // namespace

@@ -42,17 +42,19 @@ std::string text(const LogRecord& r) {
 
 class LogCheck {
  public:
-  LogCheck(const Plan& plan, std::int64_t num_blocks, const std::vector<LogRecord>& records)
-      : plan_(plan), num_blocks_(num_blocks), records_(records) {}
+  LogCheck(const Plan& plan, std::int64_t num_blocks, std::int64_t num_combiners, const std::vector<LogRecord>& records)
+      : plan_(plan), num_blocks_(num_blocks), num_combiners_(num_combiners), records_(records) {}
 
   void run() {
     check_fields();
     read_claims();
+    for (const LogRecord& r : records_) agents_[{r.block, r.role}].push_back(&r);
     check_agent(0, Role::kPlan, plan_dues());
     for (std::int64_t block = 0; block < num_blocks_; ++block) {
       for (const Role role : {Role::kLoad, Role::kCompute}) check_agent(block, role, compute_dues(block, role));
       check_pull(block);
     }
+    for (std::int64_t i = 0; i < num_combiners_; ++i) check_combiner(num_blocks_ + i);
     check_values();
     check_task_times();
   }
@@ -77,7 +79,8 @@ class LogCheck {
       within("event", r.event, 0, 3);
       within("role", r.role, 0, 4);
       const bool plan = r.role == static_cast<std::int32_t>(Role::kPlan);
-      within("block", r.block, 0, plan ? 1 : num_blocks_);
+      const bool pull = r.role == static_cast<std::int32_t>(Role::kPull);
+      within("block", r.block, 0, plan ? 1 : pull ? num_blocks_ + num_combiners_ : num_blocks_);
       const bool claim = event(r) == LogEvent::kClaim;
       within("counter", r.counter, 0, claim ? 2 : kNumCounters);
       within("task", r.task, -1, compute_stream(r) ? plan_.num_tasks : plan ? 0 : plan_.num_pull_tickets());
@@ -167,11 +170,8 @@ class LogCheck {
   // -- agents against what they owe -----------------------------------------------------------------------------------
 
   std::vector<const LogRecord*> records_of(std::int64_t block, Role role) const {
-    std::vector<const LogRecord*> own;
-    for (const LogRecord& r : records_) {
-      if (r.block == block && r.role == static_cast<std::int32_t>(role)) own.push_back(&r);
-    }
-    return own;
+    const auto found = agents_.find({block, static_cast<std::int32_t>(role)});
+    return found == agents_.end() ? std::vector<const LogRecord*>{} : found->second;
   }
 
   static bool pays(const LogRecord& r, const Due& due) {
@@ -241,6 +241,33 @@ class LogCheck {
     }
     match(waited, waits);
     match(raised, raises);
+  }
+
+  // Claims combine tickets alone, in ascending order, and makes the waits of each before it claims the next. Its block
+  // has waited for the plan.
+  void check_combiner(std::int64_t agent) {
+    const std::vector<const LogRecord*> own = records_of(agent, Role::kPull);
+    if (own.empty()) return;
+    const LogRecord* start = records_of(agent % num_blocks_, Role::kPull).front();
+    std::vector<Due> dues;
+    std::vector<Due> none;
+    std::vector<const LogRecord*> rest;
+    std::int64_t latest = -1;
+    for (const LogRecord* r : own) {
+      if (r->time < start->time) reject(at(*r), "the wait of its block for the plan before", text(*r));
+      if (event(*r) != LogEvent::kClaim) {
+        if (r->task != latest) reject(at(*r), "a record of ticket " + std::to_string(latest), text(*r));
+        rest.push_back(r);
+        continue;
+      }
+      if (plan_.pull_task(r->task).kind != TaskKind::kCombine) {
+        reject(at(*r), "a combine ticket claimed by a combining agent", std::to_string(r->task));
+      }
+      if (r->task < latest) reject(at(*r), "tickets claimed in ascending order", std::to_string(r->task));
+      latest = r->task;
+      add_pull_dues(r->task, dues, none);
+    }
+    match(rest, dues);
   }
 
   static bool raised_tickets(const std::vector<const LogRecord*>& raised, std::int64_t ticket) {
@@ -318,7 +345,9 @@ class LogCheck {
 
   const Plan& plan_;
   const std::int64_t num_blocks_;
+  const std::int64_t num_combiners_;
   const std::vector<LogRecord>& records_;
+  std::map<std::pair<std::int64_t, std::int32_t>, std::vector<const LogRecord*>> agents_;  // by block and role
   std::vector<const LogRecord*> claims_[2];
   std::map<const LogRecord*, std::int64_t> paid_;  // value that each wait or raise owed
   std::int64_t groups_ = 0;
@@ -326,9 +355,10 @@ class LogCheck {
 
 }  // namespace
 
-std::string check_log(const Plan& plan, std::int64_t num_blocks, const std::vector<LogRecord>& records) {
+std::string check_log(const Plan& plan, std::int64_t num_blocks, std::int64_t num_combiners,
+                      const std::vector<LogRecord>& records) {
   try {
-    LogCheck(plan, num_blocks, records).run();
+    LogCheck(plan, num_blocks, num_combiners, records).run();
   } catch (const Rejected& rejection) {
     return rejection.what();
   }

@@ -26,7 +26,8 @@ SCHEMAS = (
     "explore_log(Tensor config, Tensor options, int seed, int launches, str scheduler, int launch, int rank) "
     "-> (Tensor records, Tensor config, Tensor launch, Tensor expert_offsets)",
     "explore_faults(Tensor like) -> str",
-    "check_log(Tensor records, Tensor config, Tensor launch, Tensor expert_offsets, int num_blocks) -> str",
+    "check_log(Tensor records, Tensor config, Tensor launch, Tensor expert_offsets, int num_blocks, int num_combiners) "
+    "-> str",
 )
 _fragment = torch.library.Library("moe", "FRAGMENT")
 
@@ -115,10 +116,10 @@ def explore_log(
     return Log(*torch.ops.moe.explore_log(*arguments))
 
 
-def check_log(log: Log, num_blocks: int) -> str:
-    """Why the log is rejected, or an empty string."""
+def check_log(log: Log, num_blocks: int, num_combiners: int = 0) -> str:
+    """Why the log is rejected, or an empty string; further combining agents have numbers from `num_blocks` on."""
     load()
-    return torch.ops.moe.check_log(*log, num_blocks)
+    return torch.ops.moe.check_log(*log, num_blocks, num_combiners)
 
 
 def table_faults() -> list[str]:
