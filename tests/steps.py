@@ -80,7 +80,9 @@ def run_step(
     return {"y": y.detach(), **leaves.grads()}
 
 
-def expected_step(inputs: LayerInputs, *, dy: Tensor | None = None) -> Results:
+def expected_step(
+    inputs: LayerInputs, *, dy: Tensor | None = None, oracle: Callable[[LayerInputs], Tensor] = oracle
+) -> Results:
     """What `run_step` must give for these values, by the oracle in float64."""
     dy = make_dy(inputs.x) if dy is None else dy
     # The added zero keeps the graph where no token has a route.

@@ -1,7 +1,7 @@
 """Tools for tests and bug reports: input generators, a slow oracle, and comparison by relative error."""
 
 from .compare import BF16_FORWARD, BF16_GRADIENT, assert_close, assert_equal_bits, poisoned_memory, relative_error
-from .generate import DIFFERENTIABLE, LayerInputs, make_inputs, oracle, random_routing
+from .generate import DIFFERENTIABLE, LayerInputs, make_inputs, oracle, plain_activation, random_routing
 
 __all__ = [
     "BF16_FORWARD",
@@ -12,6 +12,7 @@ __all__ = [
     "assert_equal_bits",
     "make_inputs",
     "oracle",
+    "plain_activation",
     "poisoned_memory",
     "random_routing",
     "relative_error",

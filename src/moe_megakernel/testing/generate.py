@@ -130,15 +130,15 @@ def oracle(inputs: LayerInputs) -> Tensor:
                 continue
             h = inputs.x[t : t + 1] @ inputs.w_gate_up[e].t()
             h = h if inputs.bias_gate_up is None else h + inputs.bias_gate_up[e]
-            o = _plain_activation(h, inputs) @ inputs.w_down[e].t()
+            o = plain_activation(h, inputs) @ inputs.w_down[e].t()
             o = o if inputs.bias_down is None else o + inputs.bias_down[e]
             total = total + inputs.topk_weights[t, k] * o[0]
         tokens.append(total)
     return torch.stack(tokens) if tokens else inputs.x * 0
 
 
-def _plain_activation(h: Tensor, inputs: LayerInputs) -> Tensor:
-    """The activation written with `torch.nn.functional`, apart from the library's own formulas."""
+def plain_activation(h: Tensor, inputs: LayerInputs) -> Tensor:
+    """The activation of h, written with `torch.nn.functional` and apart from the library's own formulas."""
     if inputs.activation == "relu2":
         return F.relu(h) ** 2
     gate, up = h.chunk(2, dim=-1)
