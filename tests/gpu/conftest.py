@@ -25,7 +25,7 @@ def kernels() -> Iterator[None]:
 
 
 @pytest.fixture
-def short_timeout() -> Iterator[None]:
+def short_timeout(kernels: None) -> Iterator[None]:
     """Waits of the kernels end after a second."""
     before = moe_megakernel.get_timeout()
     moe_megakernel.set_timeout(1.0)
@@ -34,7 +34,7 @@ def short_timeout() -> Iterator[None]:
 
 
 @pytest.fixture
-def few_sms() -> Iterator[None]:
+def few_sms(kernels: None) -> Iterator[None]:
     """Launches take eight SMs, so that rings of a small layer turn over."""
     set_num_sms(8)
     yield

@@ -17,7 +17,7 @@ LIMIT = 2**31
 
 
 @pytest.fixture
-def room() -> Iterator[None]:
+def room(kernels: None) -> Iterator[None]:
     """Skips where the device has too little memory free; gives back what the test has taken."""
     from moe_megakernel.hopper.workspaces import release_workspaces
 

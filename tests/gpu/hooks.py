@@ -1,0 +1,63 @@
+"""What tests ask of a launch beside its results: a signal left out, and the log of every claim, wait and raise.
+
+The one place that knows `moe_megakernel.hopper.testing` and the format of a log on the device, see `plan/log.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+
+import torch
+from tests.proof.library import Log, check_log
+from torch import Tensor
+
+from moe_megakernel.plan import PlanConfig
+from moe_megakernel.plan_names import Counter, Role
+from moe_megakernel.testing import LayerInputs
+
+#: int64 words of a record: six fields of 32 bits, value, time.
+RECORD_WORDS = 5
+RAISE = 2
+#: Computing warps of a block, each of which combines under a block number of its own.
+WORKERS = 8
+
+
+def fault(counter: Counter, index: int) -> AbstractContextManager[None]:
+    """Launches inside leave out every raise of one element of a counter."""
+    return import_module("moe_megakernel.hopper.testing").fault(counter, index)
+
+
+def logged() -> AbstractContextManager[Sequence[Tensor]]:
+    """Launches inside each add their log to the sequence."""
+    return import_module("moe_megakernel.hopper.testing").logged()
+
+
+def plan_config(inputs: LayerInputs, staged: bool = False) -> PlanConfig:
+    """The plan that a launch with these inputs uses, rings as they are."""
+    (tokens, top_k), (experts, columns, hidden) = inputs.topk_idx.shape, inputs.w_gate_up.shape
+    width = inputs.w_down.shape[2]
+    sizes = {"tokens": tokens, "top_k": top_k, "num_experts": experts, "hidden": hidden, "width": width}
+    make = import_module("moe_megakernel.hopper.testing").plan_config
+    return make(**sizes, gated=columns != width, staged=staged)
+
+
+def read_log(words: Tensor) -> Tensor:
+    """Records int64 [N, 8], as the checker takes them; an error where the log was too short."""
+    words = words.cpu()
+    count, capacity = int(words[0]), (len(words) - 1) // RECORD_WORDS
+    assert count <= capacity, f"log: expected at most {capacity} records, got {count}"
+    rows = words[1 : 1 + RECORD_WORDS * count].view(count, RECORD_WORDS)
+    fields = rows[:, :3].contiguous().view(torch.int32).view(count, 6)
+    return torch.cat([fields.long(), rows[:, 3:]], dim=1)
+
+
+def check_launch(records: Tensor, inputs: LayerInputs, expert_offsets: Tensor) -> str:
+    """Why the log of a launch is not what the plan prescribes, or ""."""
+    block, role, event, counter, value = (records[:, column] for column in (0, 1, 2, 4, 6))
+    num_blocks = int(block[role == Role.LOAD].max()) // 2 * 2 + 2
+    (generation,) = value[(event == RAISE) & (counter == Counter.PLAN_READY)].tolist()
+    launch = torch.tensor([0, 15, inputs.x.shape[0], generation])
+    log = Log(records, plan_config(inputs).tensor(), launch, expert_offsets.long().cpu())
+    return check_log(log, num_blocks, WORKERS * num_blocks)
