@@ -120,16 +120,16 @@ def test_a20_invalid_id_in_a_replay(backend: str) -> None:
 
 
 def test_a20_backward_is_refused_while_capturing() -> None:
-    """The backward reads row counts on the host, for now by the reference."""
+    """It is the reference's, which reads row counts on the host."""
     inputs = layer_of(16)
     leaves = inputs.leaves()
     leaves.call(backend="mega").sum().backward()
     torch.cuda.synchronize()
-    y = leaves.call(backend="mega")
+    arguments = backward_arguments(leaves.call(backend="mega"))
     graph = torch.cuda.CUDAGraph()
     refused = pytest.raises(moe_megakernel.MoEError, match="without host synchronisation while")
     with refused, torch.cuda.graph(graph):
-        torch.ops.moe.layer_backward(*backward_arguments(y))
+        torch.ops.moe.layer_backward(*arguments)
     torch.cuda.synchronize()
     assert inputs.call(backend="mega").isfinite().all()
 

@@ -64,7 +64,7 @@ def test_matches_the_oracle_for_two_steps_in_poisoned_memory(dtype, options):
     with poisoned_memory():
         for _ in range(2):
             step = inputs.leaves()
-            y = step.call()
+            y = step.call(backend="reference")
             y.backward(dy.cuda())
             assert y.dtype == dtype
             assert_close(y, expected, forward, "y")
@@ -79,9 +79,9 @@ def test_matches_the_oracle_for_two_steps_in_poisoned_memory(dtype, options):
 
 def test_int32_and_int64_ids_give_equal_bits():
     inputs, _ = cuda_inputs(torch.bfloat16)
-    y64 = inputs.call()
+    y64 = inputs.call(backend="reference")
     object.__setattr__(inputs, "topk_idx", inputs.topk_idx.int())
-    assert_equal_bits(inputs.call(), y64)
+    assert_equal_bits(inputs.call(backend="reference"), y64)
 
 
 def test_route_on_the_device_equals_the_cpu():
@@ -98,19 +98,19 @@ def test_invalid_id_gives_nan_and_the_error_comes_with_the_next_call(bad):
     inputs, _ = cuda_inputs(torch.float32)
     broken = inputs.leaves()
     broken.topk_idx[4, 1] = bad
-    y = broken.call()
+    y = broken.call(backend="reference")
     y.sum().backward()
     assert y.isnan().all()
     assert all(grad.isnan().all() for grad in broken.grads().values())
     with pytest.raises(moe_megakernel.RoutingError, match=rf"topk_idx: expected .*got {bad} at topk_idx\[4, 1\]"):
-        inputs.call()
-    assert inputs.call().isfinite().all()
+        inputs.call(backend="reference")
+    assert inputs.call(backend="reference").isfinite().all()
 
 
 def test_check_errors_raises_once():
     inputs, _ = cuda_inputs(torch.float32)
     inputs.topk_idx[0, 0] = 99
-    inputs.call()
+    inputs.call(backend="reference")
     with pytest.raises(moe_megakernel.RoutingError, match="got 99"):
         moe_megakernel.check_errors()
     moe_megakernel.check_errors()
@@ -119,7 +119,7 @@ def test_check_errors_raises_once():
 def test_autocast_runs_in_bf16_and_returns_gradients_in_the_parameters_dtype():
     inputs, exact = cuda_inputs(torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
-        y = inputs.call()
+        y = inputs.call(backend="reference")
     y.float().sum().backward()
     expected = oracle(exact)
     expected.sum().backward()
@@ -132,9 +132,9 @@ def test_autocast_runs_in_bf16_and_returns_gradients_in_the_parameters_dtype():
 
 def test_compiled_gives_the_eager_bits():
     inputs, _ = cuda_inputs(torch.bfloat16)
-    compiled = torch.compile(lambda step: step.call() * 1.0, fullgraph=True)
+    compiled = torch.compile(lambda step: step.call(backend="reference") * 1.0, fullgraph=True)
     eager_step, compiled_step = inputs.leaves(), inputs.leaves()
-    y, z = eager_step.call() * 1.0, compiled(compiled_step)
+    y, z = eager_step.call(backend="reference") * 1.0, compiled(compiled_step)
     y.sum().backward()
     z.sum().backward()
     assert_equal_bits(z, y)
@@ -144,13 +144,13 @@ def test_compiled_gives_the_eager_bits():
 
 def test_graph_capture_is_refused_in_words():
     inputs, _ = cuda_inputs(torch.float32)
-    inputs.call()
+    inputs.call(backend="reference")
     graph = torch.cuda.CUDAGraph()
     refused = pytest.raises(moe_megakernel.MoEError, match="backend: expected one without host synchronisation")
     with refused, torch.cuda.graph(graph):
-        inputs.call()
+        inputs.call(backend="reference")
     torch.cuda.synchronize()
-    assert inputs.call().isfinite().all()
+    assert inputs.call(backend="reference").isfinite().all()
 
 
 def test_strided_inputs_and_an_expanded_gradient():
@@ -159,6 +159,6 @@ def test_strided_inputs_and_an_expanded_gradient():
     wide[:, ::2] = inputs.x.detach()
     strided = wide[:, ::2].requires_grad_()
     object.__setattr__(inputs, "x", strided)
-    inputs.call().sum().backward()
+    inputs.call(backend="reference").sum().backward()
     oracle(exact).sum().backward()
     assert_close(strided.grad, exact.x.grad, 1e-5)
