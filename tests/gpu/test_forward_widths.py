@@ -57,7 +57,7 @@ def test_dtypes_that_fall_back(backend: str, dtype: torch.dtype, monkeypatch: py
 
 
 def test_too_many_experts_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = on_device(make_inputs(random_routing(24, 1025, 4), 16, 8, 1025))
+    inputs = on_device(make_inputs(random_routing(24, 1025, 4), 64, 32, 1025))
     check_fallback(inputs, "mega", "got 1025", monkeypatch)
 
 
