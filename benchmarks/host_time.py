@@ -109,6 +109,7 @@ def measure(layer: Layer, backend: str = "mega", calls: int = 1000) -> HostTime:
         given = [next(tensors) if isinstance(arg, Tensor) else arg for arg in args]
         op = run(lambda: torch.ops.moe_twin.layer_forward(*given)[0])
     finally:
+        _seen.clear()  # it holds the layer's tensors
         gc.enable()
     return HostTime(real, twin, op)
 

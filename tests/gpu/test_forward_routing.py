@@ -111,6 +111,23 @@ def test_a06_a_smaller_step_after_a_larger_one(backend: str) -> None:
             assert_equal_bits(inputs.call(backend=backend), y, f"T = {inputs.x.shape[0]}")
 
 
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 1024, 33), (129, 1, 1), (4096, 1024, 8), (40_000, 128, 8), (70_001, 5, 3)]
+)
+def test_route_equals_the_cpu(tokens: int, experts: int, top_k: int, index_dtype: torch.dtype) -> None:
+    """All results of `moe::route`, with strides, dropped routes and invalid ids."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = (torch.rand(tokens, top_k, generator=generator).square() * experts).to(index_dtype)
+    ids[torch.rand(tokens, top_k, generator=generator) < 0.1] = -1
+    bad = ids.clone()
+    bad[tokens // 2, top_k - 1], bad[tokens - 1, 0] = experts, -7
+    for given in (ids, bad, bad.t().contiguous().t()):
+        expected = torch.ops.moe.route(given, experts)
+        for got, want in zip(torch.ops.moe.route(given.cuda(), experts), expected, strict=True):
+            assert_equal_bits(got, want)
+
+
 def ragged_ids() -> torch.Tensor:
     ids = torch.arange(12).repeat_interleave(torch.tensor(COUNTS))
     return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
