@@ -4,24 +4,12 @@
 // it for both; two column tiles of one row tile share the rows in the same way.
 #pragma once
 
-#include "cute/arch/copy_sm90_tma.hpp"
 #include "moe/arch/sm90/gemm_traits.h"
 #include "moe/forward/kernel_params.h"
+#include "moe/stage/operands.h"
 #include "moe/stage/task_queue.h"
 
 namespace moe::sm90 {
-
-// One GEMM's operands as boxes.
-struct OperandBoxes {
-  const CUtensorMap* rows;
-  const CUtensorMap* weight;
-  std::int32_t row;  // first row of the block's row tile, in rows of the ring
-  std::int32_t expert;
-  std::int32_t column;      // first row of the weight for half 0
-  std::int32_t half_rows;   // from half 0 to half 1: rows of the weight ...
-  std::int32_t half_index;  // ... or steps from gate to up
-  std::int32_t steps;
-};
 
 template <int kConfig>
 class LoadRole {
@@ -48,30 +36,12 @@ class LoadRole {
       reader.release_current();
       reader.next();
       const Task task = slot.task();
-      if (is_tile_task(task.kind)) load(boxes(task, rank), task.paired_columns != 0, rank);
+      if (is_tile_task(task.kind)) load(operand_boxes<kConfig>(params_, task, rank), task.paired_columns != 0, rank);
     }
     pipeline_.producer_tail(state_);
   }
 
  private:
-  __device__ OperandBoxes boxes(const Task& task, std::uint32_t rank) const {
-    const bool gate_up = task.kind == TaskKind::kGateUp;
-    const auto tile = static_cast<std::int32_t>(task.paired_columns != 0 ? task.tile : task.tile + rank);
-    const auto column = static_cast<std::int32_t>(task.paired_columns != 0 ? task.column + rank : task.column);
-    const auto slots = static_cast<std::int32_t>(gate_up ? params_.schedule.x_slots : params_.schedule.a_slots);
-    const bool split = gate_up && params_.problem.gated != 0;
-    OperandBoxes boxes{};
-    boxes.rows = gate_up ? &params_.x_ring : &params_.a_ring;
-    boxes.weight = gate_up ? &params_.w_gate_up : &params_.w_down;
-    boxes.row = tile % slots * Traits::kRows;
-    boxes.expert = task.expert;
-    boxes.column = column * (split ? Traits::kHalfColumns : Traits::kColumns);
-    boxes.half_rows = split ? 0 : Traits::kHalfColumns;
-    boxes.half_index = split ? 1 : 0;
-    boxes.steps = gate_up ? params_.gate_up_steps : params_.down_steps;
-    return boxes;
-  }
-
   __device__ void load(const OperandBoxes& boxes, bool share_rows, std::uint32_t rank) {
     constexpr std::uint16_t kBoth = 3;
     const auto own = static_cast<std::int32_t>(rank);

@@ -20,11 +20,18 @@ class Mainloop {
 
   __device__ Mainloop(SharedStorage<kConfig>& storage, Pipeline& pipeline) : storage_(storage), pipeline_(pipeline) {}
 
-  // With `works` false the stages are only passed on. One thread of a warpgroup releases a stage for all of it: where
-  // they multiply, the instruction keeps its four warps together; where they do not, a barrier must, or a slow warp
-  // would miss the stage's next phase and wait forever.
-  template <typename Accumulators>
-  __device__ void run(Accumulators& accumulators, std::int32_t steps, bool works) {
+  // `pending` is the end of the task before: called as soon as this task's products are under way, or before anything
+  // is waited for. With `works` false the stages are only passed on. One thread of a warpgroup releases a stage for all
+  // of it: where they multiply, the instruction keeps its four warps together; where they do not, a barrier must, or a
+  // slow warp would miss the stage's next phase and wait forever.
+  template <typename Accumulators, typename Pending>
+  __device__ void run(Accumulators& accumulators, std::int32_t steps, bool works, Pending pending) {
+    auto token = pipeline_.consumer_test_wait(state_);
+    bool is_pending = true;
+    if (!works || token != cutlass::BarrierStatus::WaitDone) {
+      pending();
+      is_pending = false;
+    }
     if (!works) {
       for (std::int32_t step = 0; step < steps; ++step) {
         pipeline_.consumer_wait(state_);
@@ -45,7 +52,7 @@ class Mainloop {
     auto release = state_;
     warpgroup_fence_operand(accumulators);
     for (std::int32_t step = 0; step < steps; ++step) {
-      pipeline_.consumer_wait(state_);
+      pipeline_.consumer_wait(state_, token);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < size<2>(a); ++k) {
@@ -54,7 +61,11 @@ class Mainloop {
       }
       warpgroup_commit_batch();
       ++state_;
-      if (step == 0) continue;
+      token = {cutlass::BarrierStatus::WaitAgain};
+      if (step == 0) {
+        if (is_pending) pending();
+        continue;
+      }
       warpgroup_wait<1>();
       pipeline_.consumer_release(release);
       ++release;
