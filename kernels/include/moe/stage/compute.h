@@ -78,8 +78,6 @@ __device__ void compute_tasks(const ForwardParams& params, SharedStorage<kConfig
   Mainloop<kConfig> mainloop(storage, pipeline);
   TaskReader<kConfig> reader(storage);
   TaskEnd<kConfig> task_end(storage);
-  auto accumulators = cute::make_tensor<float>(cute::partition_shape_C(
-      typename Traits::Mma{}, cute::Shape<cute::Int<Traits::kRows>, cute::Int<Traits::kColumns>>{}));
   while (true) {
     const TaskSlot slot = reader.wait();
     __syncwarp();
@@ -90,6 +88,8 @@ __device__ void compute_tasks(const ForwardParams& params, SharedStorage<kConfig
     if (slot.kind >= 0 && is_tile_task(task.kind)) {
       const BlockWork work = work_of_block(task, rank, gate_up ? params.act_tiles : params.hidden_tiles);
       works = work.valid && first_row < slot.rows;
+      auto accumulators = cute::make_tensor<float>(cute::partition_shape_C(
+          typename Traits::Mma{}, cute::Shape<cute::Int<Traits::kRows>, cute::Int<Traits::kColumns>>{}));
       std::int32_t routes[2] = {-1, -1};
       if (works && !gate_up) read_routes(params, slot.row_begin, slot.rows, routes);
       mainloop.run(accumulators, gate_up ? params.gate_up_steps : params.down_steps, works, [&] { task_end.now(); });

@@ -48,11 +48,9 @@ class Mainloop {
     const auto thread = mma.get_slice(static_cast<int>(threadIdx.x) - 128);
     const auto a = thread.make_fragment_A(thread.partition_A(rows));
     const auto b = thread.make_fragment_B(thread.partition_B(columns));
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
     auto release = state_;
-    warpgroup_fence_operand(accumulators);
-    for (std::int32_t step = 0; step < steps; ++step) {
-      pipeline_.consumer_wait(state_, token);
+    const auto multiply = [&] {
+      warpgroup_fence_operand(accumulators);
       warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < size<2>(a); ++k) {
@@ -61,12 +59,16 @@ class Mainloop {
       }
       warpgroup_commit_batch();
       ++state_;
-      token = {cutlass::BarrierStatus::WaitAgain};
-      if (step == 0) {
-        if (is_pending) pending();
-        continue;
-      }
+    };
+    pipeline_.consumer_wait(state_, token);
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    multiply();
+    if (is_pending) pending();
+    for (std::int32_t step = 1; step < steps; ++step) {
+      pipeline_.consumer_wait(state_);
+      multiply();
       warpgroup_wait<1>();
+      warpgroup_fence_operand(accumulators);
       pipeline_.consumer_release(release);
       ++release;
     }
