@@ -1,5 +1,5 @@
 // The combine: y[t] = sum over k, ascending, of weight[t, k] * o[t, k] in fp32, rounded once. One warp claims a few
-// tokens at a time and starts the loads of up to four rows before it adds the first. Dropped routes are not read. In
+// tokens at a time and starts the loads of up to eight rows before it adds the first. Dropped routes are not read. In
 // the layer's kernel all computing warps do this when their tasks are done; the staged combine kernel is nothing else.
 #pragma once
 
@@ -54,7 +54,7 @@ class CombineRole {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr int kBatch = 4;    // rows whose loads are started together
+  static constexpr int kBatch = 8;    // rows whose loads are started together
   static constexpr int kColumns = 2;  // 16-byte columns of a lane that are summed together
 
   __device__ std::int32_t claim_ahead() const {

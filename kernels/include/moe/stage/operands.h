@@ -1,7 +1,4 @@
-// Where the operands of a task lie, as boxes of the tensor maps. Read by the load role, and by the schedule warp, which
-// fetches the first boxes of a task to the L2 cache while the task before is still computed: a task begins on rows and
-// weights that nobody has touched for a while, and the first loads would otherwise wait for memory, and for the address
-// translation of new pages, longer than the stages in shared memory can hide.
+// Where the operands of a task lie, as boxes of the tensor maps. Read by the load role.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -41,28 +38,6 @@ __device__ OperandBoxes operand_boxes(const ForwardParams& params, const Task& t
   boxes.half_index = split ? 1 : 0;
   boxes.steps = gate_up ? params.gate_up_steps : params.down_steps;
   return boxes;
-}
-
-// The first steps of a task, all that the block's own loads will ask for. By one thread.
-template <int kConfig>
-__device__ void prefetch_operands(const ForwardParams& params, const Task& task, std::uint32_t rank) {
-  using Traits = GemmTraits<kConfig>;
-  const OperandBoxes boxes = operand_boxes<kConfig>(params, task, rank);
-  const bool share_rows = task.paired_columns != 0;
-  const std::int32_t steps = boxes.steps < Traits::kStages ? boxes.steps : Traits::kStages;
-  for (std::int32_t step = 0; step < steps; ++step) {
-    const std::int32_t depth = step * Traits::kDepth;
-    for (std::int32_t half = 0; half < 2; ++half) {
-      const bool own = half == static_cast<std::int32_t>(rank);
-      if (!share_rows || own) {
-        cute::SM90_TMA_LOAD_2D::PREFETCH::copy(boxes.rows, depth, boxes.row + half * Traits::kHalfRows);
-      }
-      if (share_rows || own) {
-        cute::SM90_TMA_LOAD_4D::PREFETCH::copy(boxes.weight, depth, boxes.column + half * boxes.half_rows,
-                                               half * boxes.half_index, boxes.expert);
-      }
-    }
-  }
 }
 
 }  // namespace moe::sm90

@@ -9,7 +9,6 @@
 
 #include "moe/arch/sm90/gemm_traits.h"
 #include "moe/forward/kernel_params.h"
-#include "moe/stage/operands.h"
 
 namespace moe::sm90 {
 
@@ -112,7 +111,6 @@ __device__ void schedule_tasks(const ForwardParams& params, SharedStorage<kConfi
     const Waits waits = task_waits(storage.plan, task, rank, Role::kLoad);
     for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kLoad>(site, waits.items[i]);
     storage.may_load[index].arrive();
-    if (is_tile_task(task.kind)) prefetch_operands<kConfig>(params, task, rank);
     reader.next();
   }
 }
