@@ -10,8 +10,9 @@ expert width, R rows that arrive at this rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -93,6 +94,22 @@ class PlanConfig:
         """The fields in order as int64, what the ops take."""
         values = (*astuple(self.problem), *astuple(self.tiling), *astuple(self.schedule))
         return torch.tensor([int(v) for v in values])
+
+    @classmethod
+    def from_values(cls, values: Sequence[int]) -> PlanConfig:
+        """The inverse of `tensor`.
+
+        Args:
+            values: its elements.
+        """
+        parts: list[Any] = []
+        begin = 0
+        for kind in (Problem, Tiling, Schedule):
+            kinds = get_type_hints(kind)
+            own = zip(fields(kind), values[begin : begin + len(fields(kind))], strict=True)
+            parts.append(kind(**{field.name: kinds[field.name](value) for field, value in own}))
+            begin += len(fields(kind))
+        return cls(*parts)
 
     def for_rank(self, rank: int) -> PlanConfig:
         """The same layer seen from another rank."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 
 import torch
 from tests.proof.library import Log, check_log
 from torch import Tensor
 
+from moe_megakernel.hopper import testing
+from moe_megakernel.hopper.testing import RECORD_WORDS
 from moe_megakernel.plan import PlanConfig
 from moe_megakernel.plan_names import Counter, Role
 from moe_megakernel.testing import LayerInputs
 
-#: int64 words of a record: six fields of 32 bits, value, time.
-RECORD_WORDS = 5
 RAISE = 2
 #: Computing warps of a block, each of which combines under a block number of its own.
 WORKERS = 8
@@ -26,12 +25,12 @@ WORKERS = 8
 
 def fault(counter: Counter, index: int) -> AbstractContextManager[None]:
     """Launches inside leave out every raise of one element of a counter."""
-    return import_module("moe_megakernel.hopper.testing").fault(counter, index)
+    return testing.fault(counter, index)
 
 
 def logged() -> AbstractContextManager[Sequence[Tensor]]:
     """Launches inside each add their log to the sequence."""
-    return import_module("moe_megakernel.hopper.testing").logged()
+    return testing.logged()
 
 
 def plan_config(inputs: LayerInputs, staged: bool = False) -> PlanConfig:
@@ -39,8 +38,7 @@ def plan_config(inputs: LayerInputs, staged: bool = False) -> PlanConfig:
     (tokens, top_k), (experts, columns, hidden) = inputs.topk_idx.shape, inputs.w_gate_up.shape
     width = inputs.w_down.shape[2]
     sizes = {"tokens": tokens, "top_k": top_k, "num_experts": experts, "hidden": hidden, "width": width}
-    make = import_module("moe_megakernel.hopper.testing").plan_config
-    return make(**sizes, gated=columns != width, staged=staged)
+    return testing.plan_config(**sizes, gated=columns != width, staged=staged)
 
 
 def read_log(words: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.gpu.hooks import check_launch, logged, read_log
+from tests.gpu.hooks import check_launch, logged, plan_config, read_log
 from tests.gpu.layers import GPU, on_device, saved
 from tests.proof import library
 
@@ -53,7 +53,9 @@ def test_launches_follow_the_plan(name: str) -> None:
 @pytest.mark.usefixtures("few_sms")
 def test_rings_turn_over() -> None:
     """More row tiles than either ring holds: slots are waited for, and the log says so."""
-    inputs = on_device(make_inputs(random_routing(1280, 4, 8), 256, 256))
+    inputs = on_device(make_inputs(random_routing(2560, 4, 8), 256, 256))
+    schedule = plan_config(inputs).schedule
+    assert max(schedule.x_slots, schedule.a_slots) < 2560 * 8 // 128
     for records in run_logged(inputs):
         waits = records[records[:, 2] == 1]
         for counter in (Counter.X_READ, Counter.A_READ):

@@ -15,7 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moe_megakernel import _native, config, inner_ops, workspace_bytes
 from moe_megakernel.errors import MoEError
 from moe_megakernel.hopper import forward
+from moe_megakernel.hopper.forward import LaunchSizes
 from moe_megakernel.hopper.ops import ACTIVATION_NUMBERS
+from moe_megakernel.hopper.testing import fault, logged, most_records
+from moe_megakernel.plan_names import Counter
 from moe_megakernel.schemas import Inputs, Options
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 16, 8, 2
@@ -112,6 +115,18 @@ def test_capture_is_refused_only_where_the_host_reads_counts(
     assert len(launches) == 1
     with pytest.raises(MoEError, match="capture"):
         inner_ops._forward(*make_call(backend="reference"))
+
+
+def test_hooks_of_tests_reach_the_launch(launches: list[dict[str, Any]]) -> None:
+    call = make_call(tokens=7, backend="staged", activation="relu2")
+    with fault(Counter.X_READY, 2), logged() as logs:
+        inner_ops._forward(*call)
+    inner_ops._forward(*call)
+    sizes = LaunchSizes(7, TOP_K, EXPERTS, HIDDEN, WIDTH, False, True, 132)
+    assert launches[0]["log"] is logs[0]
+    assert len(logs[0]) == 1 + 5 * most_records(sizes)
+    assert [launches[0][name] for name in ("skip_counter", "skip_index")] == [Counter.X_READY, 2]
+    assert [launches[1][name] for name in ("log", "skip_counter", "skip_index")] == [None, -1, 0]
 
 
 def test_numbers_of_activations_are_those_of_the_header() -> None:

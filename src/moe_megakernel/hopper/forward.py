@@ -7,7 +7,9 @@ change from call to call is kept, because a small layer takes no longer than thi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +22,32 @@ from .ops import ACTIVATION_NUMBERS
 from .workspaces import get_workspace
 
 _launch = torch.ops.moe.hopper_forward.default
+
+
+class LaunchSizes(NamedTuple):
+    """What a launch's memory depends on: T, K, E, H, I, rows of w_gate_up (2I or I), backend, SMs."""
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    hidden: int
+    width: int
+    gated: bool
+    staged: bool
+    num_sms: int
+
+
+class LaunchHooks(NamedTuple):
+    """The last arguments of `hopper.ops` that only tests fill in."""
+
+    log: Tensor | None = None
+    skip_counter: int = -1
+    skip_index: int = 0
+
+
+_NO_HOOKS = LaunchHooks()
+#: Asked for the hooks of every launch on a device, or None; set by `hopper.testing`.
+find_hooks: Callable[[LaunchSizes, torch.device], LaunchHooks] | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -42,22 +70,13 @@ def num_sms_for(index: int) -> int:
     return available if asked is None else min(asked, available)
 
 
-def layer_forward(
-    inputs: Inputs,
-    num_experts: int,
-    options: Options,
-    log: Tensor | None = None,
-    skip_counter: int = -1,
-    skip_index: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def layer_forward(inputs: Inputs, num_experts: int, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One rank's forward on a CUDA device.
 
     Args:
         inputs: bfloat16, H and I multiples of 8, topk_weights float32; any strides.
         num_experts: E.
         options: `backend` is "mega" or "staged".
-        log: int64 on the device, see `hopper.ops`; for tests.
-        skip_counter, skip_index: a `plan_names.Counter` whose raises of one element are left out; for tests.
 
     Returns:
         y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
@@ -70,7 +89,7 @@ def layer_forward(
     device = x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return layer_forward(inputs, num_experts, options, log, skip_counter, skip_index)
+            return layer_forward(inputs, num_experts, options)
     (tokens, top_k), (_, columns, hidden), width = topk_idx.shape, w_gate_up.shape, w_down.shape[2]
     routes = tokens * top_k
     y = x.new_empty((tokens, hidden))
@@ -80,7 +99,9 @@ def layer_forward(
         return y, h, topk_idx.new_zeros(num_experts + 1, dtype=torch.int32), row_route
     expert_offsets = topk_idx.new_empty(num_experts + 1, dtype=torch.int32)
     staged, num_sms = options.backend == "staged", num_sms_for(device.index)
-    num_bytes = workspace_bytes(tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
+    sizes = LaunchSizes(tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
+    find = find_hooks  # once: another thread may take it away
+    hooks = _NO_HOOKS if find is None else find(sizes, device)
     _launch(
         aligned_rows(x),
         topk_idx,
@@ -93,9 +114,9 @@ def layer_forward(
         h,
         expert_offsets,
         row_route,
-        get_workspace(device, num_bytes),
+        get_workspace(device, workspace_bytes(*sizes)),
         status_record(device).tensor,
-        log,
+        hooks.log,
         num_experts,
         ACTIVATION_NUMBERS[options.activation],
         options.alpha,
@@ -103,7 +124,7 @@ def layer_forward(
         staged,
         num_sms,
         int(get_timeout() * 1e9),
-        skip_counter,
-        skip_index,
+        hooks.skip_counter,
+        hooks.skip_index,
     )
     return y, h, expert_offsets, row_route

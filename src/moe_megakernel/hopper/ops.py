@@ -1,13 +1,16 @@
-"""Schemas of the ops that launch the fused kernels: `moe::hopper_forward` and `moe::hopper_workspace_bytes`.
+"""Schemas of the ops that launch the fused kernels: `moe::hopper_forward`, `hopper_workspace_bytes` and
+`hopper_plan_config`.
 
-Imported by `inner_ops` before the library with the CUDA kernels is loaded, which registers their implementations
-(`kernels/bindings/forward.cpp`). They are called by `hopper.forward` and by tests, not by users: all outputs are given,
-and nothing differentiates them.
+Imported by `inner_ops` before the libraries are loaded that register their implementations: the one with the CUDA
+kernels (`kernels/bindings/forward.cpp`), and for `hopper_plan_config` the one for CPU tensors (`forward_config.cpp`).
+They are called by `hopper.forward` and by tests, not by users: all outputs are given, and nothing differentiates them.
 
 * h of no rows is not kept. status: pinned int64 [16], the StepStatus of `kernels/include/moe/forward/status.h`.
-* workspace: uint8, at least `hopper_workspace_bytes` long, zeroed when it was allocated, used by one stream only.
+* workspace: uint8, at least `hopper_workspace_bytes` long, its first bytes zeroed when it was
+  allocated (`workspaces`), used by one stream only.
 * log: int64, the number of records and then LogRecords of five words each (`plan/log.h`), or None.
 * activation: a value of `ACTIVATION_NUMBERS`. num_sms: even; at most so many blocks run.
+* `hopper_plan_config`: the fields of `plan.PlanConfig` as int64, what such a launch makes its plan for.
 * skip_counter, skip_index: a raise that is left out, for tests of the timeout; -1 for none.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..plan_ops import NUM_CONFIG_FIELDS
 from ..schemas import lib
 
 #: `Activation` in `kernels/include/moe/forward/arguments.h`.
@@ -28,6 +32,8 @@ SCHEMAS = (
     "float alpha, float limit, bool staged, int num_sms, int timeout_ns, int skip_counter, int skip_index) -> ()",
     "hopper_workspace_bytes(int tokens, int top_k, int num_experts, int hidden, int width, bool gated, bool staged, "
     "int num_sms) -> int",
+    "hopper_plan_config(int tokens, int top_k, int num_experts, int hidden, int width, bool gated, bool staged, "
+    "int num_sms) -> Tensor",
 )
 for _schema in SCHEMAS:
     lib.define(_schema)
@@ -37,4 +43,9 @@ def _hopper_forward(*_: Tensor | int | float | None) -> None:
     """Every result is an argument."""
 
 
+def _hopper_plan_config(*_: int) -> Tensor:
+    return torch.empty(NUM_CONFIG_FIELDS, dtype=torch.int64)
+
+
 torch.library.register_fake("moe::hopper_forward", _hopper_forward, lib=lib)
+torch.library.register_fake("moe::hopper_plan_config", _hopper_plan_config, lib=lib)

@@ -1,0 +1,138 @@
+"""Hooks for tests of the fused kernels: a signal that is left out, the log of a launch, and the plan that it follows.
+
+Nothing here is needed to run a layer. Hooks hold for all launches of this process while a context is open, in every
+thread, and contexts nest; launches of a CUDA graph have those of its capture. Used by `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..plan import ROW_TILE, PlanConfig
+from ..plan_names import Counter
+from . import forward
+from .forward import LaunchHooks, LaunchSizes, num_sms_for
+
+#: int64 words of a record of the log, `LogRecord` in `plan/log.h`.
+RECORD_WORDS = 5
+#: Most waits, and most raises, of one role in one task: Waits and Raises in `plan/dependencies.h`.
+MOST_WAITS = 4
+#: More than the blocks and warps of a launch's kernels that wait for the plan, for each SM.
+STARTS_OF_SM = 16
+#: Records of the plan task: "ready" raised and seen, "plan ready" raised.
+PLAN_RECORDS = 3
+
+_lock = threading.Lock()
+_faults: list[tuple[Counter, int]] = []
+_logs: list[list[Tensor]] = []
+
+
+def plan_config(
+    *,
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    gated: bool,
+    staged: bool,
+    num_sms: int | None = None,
+) -> PlanConfig:
+    """The plan's configuration that a launch of one rank takes, rings as they are.
+
+    Args:
+        tokens, top_k, num_experts, hidden, width: T, K, E, H, I, each at least 1.
+        gated: w_gate_up has 2I rows, else I.
+        staged: the backend is "staged", else "mega".
+        num_sms: blocks at most, even; None for what a launch on the current CUDA device takes.
+
+    Raises:
+        RuntimeError: without the native library; or `moe::hopper_plan_config: argument: expected ..., got ...`.
+    """
+    if not _native.load():
+        raise RuntimeError(f"plan_config: native library: expected it loaded, got {_native.why_missing()}")
+    sms = num_sms_for(torch.cuda.current_device()) if num_sms is None else num_sms
+    values = torch.ops.moe.hopper_plan_config(tokens, top_k, num_experts, hidden, width, gated, staged, sms)
+    return PlanConfig.from_values(values.tolist())
+
+
+def most_records(sizes: LaunchSizes) -> int:
+    """Records that no log of such a launch exceeds, whatever the routing."""
+    config = plan_config(**sizes._asdict())
+    problem, tiling = config.problem, config.tiling
+    routes = problem.row_capacity
+    row_tiles = routes // ROW_TILE + min(problem.num_experts, routes)
+    columns = -(-problem.width // tiling.act_columns) + -(-problem.hidden // tiling.hidden_columns)
+    of_task = 1 + 2 * (3 * MOST_WAITS)  # the claim; for each block, waits of load and of compute, and raises
+    of_piece = 1 + 2 * MOST_WAITS
+    of_combine = 2  # the claim, and the wait for "done" of the only rank
+    close_and_drain = 2 * (of_task + 2)
+    return (
+        PLAN_RECORDS
+        + STARTS_OF_SM * sizes.num_sms
+        + row_tiles * columns * of_task
+        + close_and_drain
+        + row_tiles * (ROW_TILE // tiling.piece_rows) * of_piece
+        + -(-sizes.tokens // tiling.combine_tokens) * of_combine
+    )
+
+
+@contextmanager
+def fault(counter: Counter, index: int) -> Iterator[None]:
+    """Leaves out, in launches inside, every raise of one element of a counter; the innermost of several holds.
+
+    The launch then runs into the timeout (`moe_megakernel.set_timeout`) unless nobody waits for that element.
+
+    Args:
+        counter: whose raises; not `PLAN_READY`, which another kernel raises.
+        index: of the element; for `PEER_DONE` the rank.
+    """
+    with _lock:
+        _faults.append((counter, index))
+        forward.find_hooks = _find_hooks
+    try:
+        yield
+    finally:
+        with _lock:
+            _faults.pop()
+            _uninstall()
+
+
+@contextmanager
+def logged() -> Iterator[list[Tensor]]:
+    """Yields a list to which every launch inside appends its log, in the order of the calls.
+
+    A log is int64 on the launch's device: the number of records, then room for `most_records` of `RECORD_WORDS` words
+    each, `LogRecord` of `plan/log.h`. It is complete when the launch has run: synchronise before reading.
+    """
+    logs: list[Tensor] = []
+    with _lock:
+        _logs.append(logs)
+        forward.find_hooks = _find_hooks
+    try:
+        yield logs
+    finally:
+        with _lock:
+            _logs.pop()
+            _uninstall()
+
+
+def _uninstall() -> None:
+    if not _faults and not _logs:
+        forward.find_hooks = None
+
+
+def _find_hooks(sizes: LaunchSizes, device: torch.device) -> LaunchHooks:
+    with _lock:
+        counter, index = _faults[-1] if _faults else (-1, 0)
+        log = None
+        if _logs:
+            log = torch.zeros(1 + RECORD_WORDS * most_records(sizes), dtype=torch.int64, device=device)
+            _logs[-1].append(log)
+    return LaunchHooks(log, int(counter), index)
