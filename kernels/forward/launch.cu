@@ -5,6 +5,8 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 #include "cutlass_configs/forward.h"
 #include "forward/layer_instances.h"
 #include "forward/route_kernel.h"
@@ -102,6 +104,14 @@ std::string encode_maps(ForwardParams& params, const ForwardArguments& a, const 
   return text;
 }
 
+// A step is several launches, and threads whose current stream is the same share a workspace: one step's launches must
+// stand together on the stream. One mutex for all devices and streams, since a launch takes microseconds. No thread
+// waits for it and holds what its owner needs: launching calls back into nothing.
+std::mutex& launch_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 std::string launch_stages(ForwardParams& params, int blocks, cudaStream_t stream) {
   cudaError_t error = sm90::launch_dispatch(params, blocks, stream);
   if (error != cudaSuccess) return error_text("dispatch", error);
@@ -143,6 +153,7 @@ std::string launch_forward(const ForwardArguments& arguments, void* cuda_stream)
   fill_in(params, arguments, choice);
   const std::string text = encode_maps(params, arguments, choice);
   if (!text.empty()) return text;
+  const std::lock_guard<std::mutex> lock(launch_mutex());
   cudaError_t error = launch_route(route_arguments(arguments, params), stream);
   if (error != cudaSuccess) return error_text("route", error);
   if (arguments.staged) return launch_stages(params, blocks, stream);

@@ -18,8 +18,9 @@ std::string forward_fault(const ForwardArguments& arguments);
 std::int64_t forward_workspace_bytes(const Problem& problem, bool staged, std::int64_t num_sms);
 
 // Puts the launch (staged: the launches) on `cuda_stream`, a cudaStream_t of the current device, and returns without
-// waiting. No allocation, no synchronisation, so that the stream may be under capture. Returns "" or an error in words;
-// what goes wrong later on the device is written to `ForwardArguments::status`.
+// waiting. No allocation, no synchronisation, so that the stream may be under capture. Threads may call it at once,
+// also with one workspace on one stream: launches of one step stand together. Returns "" or an error in words; what
+// goes wrong later on the device is written to `ForwardArguments::status`.
 std::string launch_forward(const ForwardArguments& arguments, void* cuda_stream);
 
 }  // namespace moe
