@@ -14,7 +14,8 @@ namespace moe {
 std::string forward_fault(const ForwardArguments& arguments);
 
 // Bytes that `ForwardArguments::workspace` must have for this problem: never less for more tokens. The memory belongs
-// to one stream, is zeroed when it is allocated, and may be reused by later launches of any size that fits.
+// to one stream, its first kZeroedBytes (moe/forward/workspace.h) are zeroed when it is allocated, and it may be reused
+// by later launches of any size that fits.
 std::int64_t forward_workspace_bytes(const Problem& problem, bool staged, std::int64_t num_sms);
 
 // Puts the launch (staged: the launches) on `cuda_stream`, a cudaStream_t of the current device, and returns without

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 import moe_megakernel
 from moe_megakernel.hopper import workspaces
-from moe_megakernel.hopper.workspaces import drop_workspaces, get_workspace, workspaces_bytes
+from moe_megakernel.hopper.workspaces import ZEROED_BYTES, drop_workspaces, get_workspace, workspaces_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def device_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     state = SimpleNamespace(stream=0, capturing=False)
     monkeypatch.setattr(workspaces, "_current_stream", lambda index: state.stream)
     monkeypatch.setattr(workspaces, "_capturing", lambda: state.capturing)
-    monkeypatch.setattr(workspaces, "_zeroed", lambda size, device: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(workspaces, "_allocate", lambda size, device: torch.full((size,), 9, dtype=torch.uint8))
     moe_megakernel.release_workspaces()
     yield state
     moe_megakernel.release_workspaces()
@@ -42,13 +44,27 @@ def test_one_for_each_device_and_stream(device_state: SimpleNamespace) -> None:
     assert get_workspace(FIRST, 100) is one
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_only_the_first_bytes_are_zeroed(device_state: SimpleNamespace, capturing: bool) -> None:
+    """A captured graph does it at every replay; all of a large workspace would take longer than a small layer."""
+    device_state.capturing = capturing
+    workspace = get_workspace(FIRST, 3 * ZEROED_BYTES)
+    assert not workspace[:ZEROED_BYTES].any()
+    assert bool((workspace[ZEROED_BYTES:] == 9).all())
+
+
+def test_zeroed_bytes_are_those_of_the_header() -> None:
+    header = Path(__file__).resolve().parents[2] / "kernels/include/moe/forward/workspace.h"
+    assert re.findall(r"kZeroedBytes = (\d+);", header.read_text()) == [str(ZEROED_BYTES)]
+
+
 def test_it_grows_and_never_shrinks() -> None:
     small = get_workspace(FIRST, 100)
     small.fill_(1)
     large = get_workspace(FIRST, 200)
     assert large is not small
     assert large.numel() == 200
-    assert not large.any(), "a new workspace is zero"
+    assert not large.any(), "a new workspace begins with zeros"
     assert get_workspace(FIRST, 100) is large
     assert workspaces_bytes() == 200
 

@@ -1,8 +1,9 @@
 """The kernels' working memory: one workspace for each device and stream, kept from call to call.
 
-Launches on one stream follow each other, so they share memory; launches on two streams may run at once and never do. A
-workspace is zeroed once, when it is allocated: counters and generations in it live from launch to launch. It backs no
-tensor that a user can hold. Called by `hopper.forward`; `device_status` drops a device's workspaces after a timeout.
+Launches on one stream follow each other, so they share memory; launches on two streams may run at once and never do.
+The first bytes of a workspace are zeroed once, when it is allocated: flags and the generation in them live from launch
+to launch. It backs no tensor that a user can hold. Called by `hopper.forward`; `device_status` drops a device's
+workspaces after a timeout.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ import threading
 import torch
 from torch import Tensor
 
+#: Leading bytes that must be zero before the first launch, kZeroedBytes in `moe/forward/workspace.h`. The rest may hold
+#: anything: a launch writes there before it reads.
+ZEROED_BYTES = 4096
+
 _lock = threading.Lock()
 #: By device index and stream. Torch never destroys its streams; a handle that another library reuses means the same
 #: order of launches.
 _cache: dict[tuple[int, int], Tensor] = {}
 
 
-def _zeroed(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _new_workspace(num_bytes: int, device: torch.device) -> Tensor:
+    workspace = _allocate(num_bytes, device)
+    workspace[:ZEROED_BYTES].zero_()
+    return workspace
 
 
 def _current_stream(index: int) -> int:
@@ -42,13 +53,13 @@ def get_workspace(device: torch.device, num_bytes: int) -> Tensor:
         num_bytes: of `hopper_workspace_bytes`.
     """
     if _capturing():
-        return _zeroed(num_bytes, device)
+        return _new_workspace(num_bytes, device)
     key = (device.index, _current_stream(device.index))
     found = _cache.get(key)
     if found is not None and found.numel() >= num_bytes:
         return found
     # Memory that it outgrows goes back in stream order: whatever still runs there is finished first.
-    fresh = _zeroed(num_bytes, device)
+    fresh = _new_workspace(num_bytes, device)
     with _lock:
         found = _cache.get(key)
         if found is not None and found.numel() >= num_bytes:  # another thread was first

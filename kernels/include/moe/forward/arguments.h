@@ -55,7 +55,7 @@ struct ForwardArguments {
   std::int32_t* saved_expert_offsets;  // [L + 1], all -1 if the step was refused
   std::int32_t* row_route;             // [T * K]
   // memory
-  void* workspace;     // device memory of forward_workspace_bytes, zeroed when it was allocated
+  void* workspace;     // device memory of forward_workspace_bytes, see forward/launch.h
   StepStatus* status;  // host memory that the device can write
   // options
   bool staged;              // one launch per stage

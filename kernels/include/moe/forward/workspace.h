@@ -1,6 +1,7 @@
 // Where everything lies in the one piece of device memory that a forward launch of one rank works in. Host only. The
 // first bytes, which hand the generation from launch to launch, stand at the same place for every size of layer; so one
-// workspace can serve layers of any shape that fits, one after the other.
+// workspace can serve layers of any shape that fits, one after the other. They alone must be zero before the first
+// launch; everything behind is written by a launch before it is read.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,10 @@
 namespace moe {
 
 inline constexpr std::int64_t kElementBytes = 2;  // bf16
+
+// Leading bytes that are zeroed when the memory is allocated: the "done" flags, LaunchState, PlanSizes and the tickets,
+// with room for more. Known to hopper/workspaces.py.
+inline constexpr std::int64_t kZeroedBytes = 4096;
 
 class ForwardWorkspace {
  public:
@@ -43,5 +48,11 @@ class ForwardWorkspace {
   Tiling tiling_;
   Schedule schedule_;
 };
+
+// None of the regions up to the tickets depends on the sizes of a layer.
+static_assert(kRegionAlignment + region_offset(Region::kCounters, Problem{1, 0, 1, 1, 1, 1, 0, 1, 1},
+                                               Tiling{128, 128, 128, 128, 32, 1}, Schedule{}, kElementBytes) <=
+                  kZeroedBytes,
+              "what launches hand on stands in the bytes that are zeroed");
 
 }  // namespace moe
