@@ -1,7 +1,8 @@
 """Compiles the torch-free headers alone, runs the C++ tests beside this file, and keeps torch and CUDA out of the plan.
 
-The compiler is given no include path but ``kernels/include``: what builds here builds for host and device alike. Where
-there is nvcc, it compiles the headers for the architectures that kernels are, or will be, written for.
+The compiler is given no include path but ``kernels/include``, and for programs and for ``cutlass_configs`` the
+repository: what builds here builds for host and device alike. Where there is nvcc, it compiles the headers for the
+architectures that kernels are, or will be, written for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 INCLUDE = ROOT / "kernels" / "include"
 HEADERS = sorted(INCLUDE.glob("moe/**/*.h"))
+CONFIG_HEADERS = sorted((ROOT / "cutlass_configs").glob("*.h"))
 PLAN_HEADERS = sorted(INCLUDE.glob("moe/plan/**/*.h"))
 DEVICE_HEADERS = [*PLAN_HEADERS, *sorted(INCLUDE.glob("moe/forward/**/*.h"))]
 PROGRAMS = sorted(Path(__file__).parent.glob("test_*.cpp"))
@@ -57,7 +59,7 @@ def test_program_passes(compiler: list[str], program: Path, sanitized: bool, tmp
             pytest.skip(f"{compiler[0]} cannot link the address and undefined-behaviour sanitizers")
     binary = tmp_path / program.stem
     flags = [*STRICT, *(SANITIZE if sanitized else ["-O2"])]
-    built = _run([*compiler, *flags, f"-I{INCLUDE}", str(program), "-o", str(binary)])
+    built = _run([*compiler, *flags, f"-I{INCLUDE}", f"-I{ROOT}", str(program), "-o", str(binary)])
     assert built.returncode == 0, built.stderr
     ran = _run([str(binary)], LD_PRELOAD="")
     assert ran.returncode == 0, ran.stderr
@@ -79,6 +81,19 @@ def test_plan_header_compiles_alone_and_reaches_no_torch_or_cuda(
     assert {path.parts[:2] for path in own} <= {("moe", "plan"), ("moe", "host_device.h")}
     system = [str(file) for file in files if not file.is_relative_to(INCLUDE)]
     assert not [name for name in system if re.search(r"/(torch|ATen|c10|cuda\w*|cutlass|cute)(/|\.h$)", name)]
+
+
+@pytest.mark.parametrize("header", CONFIG_HEADERS, ids=lambda path: path.name)
+def test_configurations_compile_alone_and_reach_only_the_plan(
+    compiler: list[str], header: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "alone.cpp"
+    source.write_text(f'#include "{header.relative_to(ROOT)}"\n#include "{header.relative_to(ROOT)}"\n')
+    built = _run([*compiler, *STRICT, f"-I{INCLUDE}", f"-I{ROOT}", "-fsyntax-only", str(source)])
+    assert built.returncode == 0, built.stderr
+    included = re.findall(r'^#include "([^"]+)"', header.read_text(), re.MULTILINE)
+    assert included
+    assert all(name.startswith("moe/plan/") for name in included)
 
 
 @pytest.mark.parametrize("architecture", ["90a", "100a"])
