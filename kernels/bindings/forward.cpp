@@ -76,22 +76,28 @@ struct Checker {
     tensor(name, t, dtype, shape);
     STD_TORCH_CHECK(t.is_contiguous(), kOp, name, ": expected a contiguous tensor, got ", describe(t));
   }
-  // Rows that TMA and bulk copies can read: contiguous, 16-byte aligned, and so many elements apart.
-  const void* rows(const char* name, const Tensor& t, std::initializer_list<std::int64_t> shape) const {
+  // Rows that TMA and bulk copies can read: contiguous, 16-byte aligned, and so many elements apart, at least `least`.
+  // A stride of a dimension of size 1 means nothing.
+  const void* rows(const char* name, const Tensor& t, std::initializer_list<std::int64_t> shape,
+                   std::int64_t least = 0) const {
     tensor(name, t, ScalarType::BFloat16, shape);
     const std::int64_t last = t.dim() - 1;
     bool fits = t.stride(last) == 1;
-    for (std::int64_t i = 0; i < last; ++i) fits = fits && t.stride(i) >= 0 && t.stride(i) % kAlignedElements == 0;
+    for (std::int64_t i = 0; i < last; ++i) {
+      fits = fits && (t.size(i) == 1 || (t.stride(i) >= least && t.stride(i) % kAlignedElements == 0));
+    }
     STD_TORCH_CHECK(fits, kOp, name, ": expected contiguous rows and other strides a multiple of ", kAlignedElements,
-                    ", got ", describe(t));
+                    " from ", least, " on, got ", describe(t));
     const void* data = t.const_data_ptr();
     STD_TORCH_CHECK(is_aligned(data, kRowAlignment), kOp, name, ": expected data aligned to ", kRowAlignment,
                     " bytes, got a pointer to ", describe(t), " that is not");
     return data;
   }
+  // TMA does not take strides of 0, nor rows that overlap.
   WeightView weight(const char* name, const Tensor& t, std::initializer_list<std::int64_t> shape) const {
-    const void* data = rows(name, t, shape);
-    return {data, t.stride(0), t.stride(1)};
+    const void* data = rows(name, t, shape, t.dim() == 3 ? t.size(2) : 0);
+    const std::int64_t row_stride = t.size(1) == 1 ? t.size(2) : t.stride(1);
+    return {data, t.size(0) == 1 ? t.size(1) * row_stride : t.stride(0), row_stride};
   }
   const void* bias(const char* name, const OptionalTensor& t, std::initializer_list<std::int64_t> shape) const {
     if (!t.has_value()) return nullptr;

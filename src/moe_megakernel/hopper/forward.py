@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import get_num_sms, get_timeout
 from ..schemas import Inputs, Options
 from .device_status import status_record
-from .layout import aligned_bias, aligned_rows
+from .layout import aligned_bias, aligned_rows, aligned_weight
 from .ops import ACTIVATION_NUMBERS
 from .workspaces import get_workspace
 
@@ -106,8 +106,8 @@ def layer_forward(inputs: Inputs, num_experts: int, options: Options) -> tuple[T
         aligned_rows(x),
         topk_idx,
         topk_weights,
-        aligned_rows(w_gate_up),
-        aligned_rows(w_down),
+        aligned_weight(w_gate_up),
+        aligned_weight(w_down),
         aligned_bias(bias_gate_up),
         aligned_bias(bias_down),
         y,

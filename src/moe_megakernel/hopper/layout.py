@@ -1,8 +1,8 @@
 """Makes tensors lie in memory as the kernels read them, copying only those that do not.
 
 Rows of x and of the weights travel by bulk copies and TMA: contiguous, 16-byte aligned, rows and experts a multiple of
-16 bytes apart. A stride of 0, as `expand` makes it, is fine. Called by `hopper.forward`; sizes are multiples of 8
-already (`support.kernel_fault`).
+16 bytes apart. Of x a stride of 0, as `expand` makes it, is fine; TMA, which reads weights, wants rows and experts at
+least a row apart. Called by `hopper.forward`; sizes are multiples of 8 already (`support.kernel_fault`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,28 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def aligned_rows(tensor: Tensor) -> Tensor:
-    """The bfloat16 tensor, or a copy of it, with rows that the kernels can read. For x and both weights."""
+def _fits(tensor: Tensor, least: int) -> bool:
+    """Whether rows are contiguous and aligned, and other strides multiples of 16 bytes, at least `least` elements.
+
+    The stride of a dimension of size 1 means nothing.
+    """
     *outer, last = tensor.stride()
     if last != 1 or tensor.data_ptr() % _BYTES:
-        return _copy(tensor)
-    for stride in outer:
-        if stride % _ELEMENTS:
-            return _copy(tensor)
-    return tensor
+        return False
+    for size, stride in zip(tensor.shape, outer, strict=False):  # the last dimension has none
+        if size != 1 and (stride % _ELEMENTS or stride < least):
+            return False
+    return True
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """x [T, H] in bfloat16, or a copy of it, with rows that bulk copies can read."""
+    return x if _fits(x, 0) else _copy(x)
+
+
+def aligned_weight(weight: Tensor) -> Tensor:
+    """A weight [L, rows, columns] in bfloat16, or a copy of it, that TMA can read."""
+    return weight if _fits(weight, weight.shape[2]) else _copy(weight)
 
 
 def aligned_bias(bias: Tensor | None) -> Tensor | None:

@@ -31,7 +31,7 @@ struct TopkWeights {
 // bf16 weights [L, rows, columns] with contiguous columns.
 struct WeightView {
   const void* data;
-  std::int64_t expert_stride;  // in elements, a multiple of 8
+  std::int64_t expert_stride;  // in elements, a multiple of 8, at least a row
   std::int64_t row_stride;     // likewise
 };
 
