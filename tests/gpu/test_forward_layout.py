@@ -114,6 +114,7 @@ WEIGHT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "unaligned slice": lambda w: padded(w, 1, 3),
     "transposed storage": lambda w: w.mT.contiguous().mT,
     "experts innermost": lambda w: w.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "experts inside rows": lambda w: w.transpose(0, 1).contiguous().transpose(0, 1),
     "one element further": lambda w: shifted(w, 1),
     "eight elements further": lambda w: shifted(w, 8),
     "one expert for all": lambda w: w[:1].expand(w.shape),
