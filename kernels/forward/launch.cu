@@ -112,12 +112,12 @@ std::mutex& launch_mutex() {
   return mutex;
 }
 
-std::string launch_stages(ForwardParams& params, int blocks, cudaStream_t stream) {
+std::string launch_stages(ForwardParams& params, sm90::LayerLaunch launch_layer, int blocks, cudaStream_t stream) {
   cudaError_t error = sm90::launch_dispatch(params, blocks, stream);
   if (error != cudaSuccess) return error_text("dispatch", error);
   for (const std::int32_t stage : {kStageGateUp, kStageDown}) {
     params.stages = stage;
-    error = sm90::launch_layer<0>(params, blocks, stream);
+    error = launch_layer(params, blocks, stream);
     if (error != cudaSuccess) return error_text(stage == kStageGateUp ? "gate_up" : "down", error);
   }
   error = sm90::launch_combine(params, blocks, stream);
@@ -156,8 +156,9 @@ std::string launch_forward(const ForwardArguments& arguments, void* cuda_stream)
   const std::lock_guard<std::mutex> lock(launch_mutex());
   cudaError_t error = launch_route(route_arguments(arguments, params), stream);
   if (error != cudaSuccess) return error_text("route", error);
-  if (arguments.staged) return launch_stages(params, blocks, stream);
-  error = sm90::launch_layer<0>(params, blocks, stream);
+  const sm90::LayerLaunch launch_layer = sm90::kLayerLaunches[choice.config];
+  if (arguments.staged) return launch_stages(params, launch_layer, blocks, stream);
+  error = launch_layer(params, blocks, stream);
   return error == cudaSuccess ? "" : error_text("layer", error);
 }
 
