@@ -121,7 +121,9 @@ def test_it_holds_no_path_of_the_machine_that_built_it(built: Path) -> None:
 def test_error_messages_name_files_relative_to_the_repository() -> None:
     import torch
 
-    with pytest.raises(RuntimeError, match=r"(^|\s)kernels/bindings/route\.cpp:\d+, moe::route: topk_idx: expected"):
+    with pytest.raises(
+        RuntimeError, match=r"(^|\s)kernels/bindings/route_arguments\.h:\d+, moe::route: topk_idx: expected"
+    ):
         torch.ops.moe.route(torch.zeros(1, 1), 1)
 
 
