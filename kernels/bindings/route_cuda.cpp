@@ -71,7 +71,9 @@ class DeviceBytes {
   void* data_ = nullptr;
 };
 
-Tensor on_host(const Tensor& tensor) { return torch::stable::to(tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU)); }
+Tensor on_host(const Tensor& tensor) {
+  return torch::stable::to(tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
 
 // class_counts int32 [W, E, 64] on the device; tokens int64 [W] anywhere; config int64 on the host -> on the host, as
 // plan_tables gives them: expert_offsets [L + 1], sources [R, 2] (none for one rank), tiles [n, 3], segments [n, 4],
