@@ -20,25 +20,57 @@ struct ClusterWarp {
   std::int32_t index;
   std::int32_t lane;
 
-  MOE_HOST_DEVICE void add([[maybe_unused]] std::int32_t* counter) const {
+  MOE_HOST_DEVICE void clear([[maybe_unused]] std::int32_t* values, [[maybe_unused]] std::int32_t n) const {
 #if defined(__CUDA_ARCH__)
-    atomicAdd(counter, 1);
+    MOE_ROLLED
+    for (std::int32_t i = lane; i < n; i += lanes) values[i] = 0;
+    __syncwarp();
+#endif
+  }
+
+  // Every lane a run: an odd number, so that lanes read different banks.
+  MOE_HOST_DEVICE void exclusive_sum([[maybe_unused]] std::int32_t* values, [[maybe_unused]] std::int32_t n) const {
+#if defined(__CUDA_ARCH__)
+    const std::int32_t each = (n + lanes - 1) / lanes | 1;
+    const std::int32_t begin = lane * each < n ? lane * each : n, end = begin + each < n ? begin + each : n;
+    std::int32_t sum = 0;
+    MOE_ROLLED
+    for (std::int32_t i = begin; i < end; ++i) sum += values[i];
+    const std::int32_t inclusive = inclusive_sum(sum, lane);
+    std::int32_t before = inclusive - sum;
+    MOE_ROLLED
+    for (std::int32_t i = begin; i < end; ++i) {
+      const std::int32_t value = values[i];
+      values[i] = before;
+      before += value;
+    }
+    if (lane == lanes - 1) values[n] = inclusive;
 #endif
   }
 
   MOE_HOST_DEVICE std::int32_t take([[maybe_unused]] std::int32_t* counters, [[maybe_unused]] std::int32_t key) const {
 #if defined(__CUDA_ARCH__)
     const unsigned same = __match_any_sync(~0u, key);
-    const std::int32_t rank = __popc(same & ((1u << lane) - 1));
-    const std::int32_t taken = key < 0 ? 0 : counters[key] + rank;
-    __syncwarp();  // all lanes have read what the first of them now replaces
-    if (rank == 0 && key >= 0) counters[key] = taken + __popc(same);
+    const std::int32_t taken = key < 0 ? 0 : counters[key] + __popc(same & ((1u << lane) - 1));
+    __syncwarp();  // all lanes have read what the last of them now replaces
+    if (key >= 0 && same >> lane == 1) counters[key] = taken + 1;
     __syncwarp();
     return taken;
 #else
     return 0;
 #endif
   }
+
+#if defined(__CUDA_ARCH__)
+  __device__ static std::int32_t inclusive_sum(std::int32_t value, std::int32_t lane) {
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      const std::int32_t lower = __shfl_up_sync(~0u, value, distance);
+      if (lane >= distance) value += lower;
+    }
+    return value;
+  }
+#endif
 };
 
 // The running block. kWarps of kLanes threads.
@@ -51,8 +83,25 @@ struct ClusterBlock {
 
   std::int32_t index;
   std::int32_t thread;
-  std::int32_t* shared;
-  std::int32_t* warp_sums;  // [kWarps] in shared memory
+
+  // Named where it is used, so that the compiler knows that it is shared memory.
+  MOE_HOST_DEVICE static std::int32_t* shared() {
+#if defined(__CUDA_ARCH__)
+    extern __shared__ std::int32_t words[];
+    return words;
+#else
+    return nullptr;
+#endif
+  }
+
+  // Distributed shared memory.
+  MOE_HOST_DEVICE const std::int32_t* peer([[maybe_unused]] std::int32_t block) const {
+#if defined(__CUDA_ARCH__)
+    return cooperative_groups::this_cluster().map_shared_rank(shared(), static_cast<unsigned>(block));
+#else
+    return nullptr;
+#endif
+  }
 
   template <typename Function>
   MOE_HOST_DEVICE void phase(Function function) {
@@ -66,39 +115,40 @@ struct ClusterBlock {
     barrier();
   }
 
+  template <typename ThreadFunction, typename WarpFunction>
+  MOE_HOST_DEVICE void phase(ThreadFunction of_thread, WarpFunction of_warp) {
+    of_thread(Thread{thread, num_threads, index * num_threads + thread, count * num_threads});
+#if defined(__CUDA_ARCH__)
+    __syncwarp();
+#endif
+    warps(of_warp);
+  }
+
   // Every thread sums a run of values, the warps sum those sums, and every warp sums the warps' for itself.
-  MOE_HOST_DEVICE void exclusive_sum([[maybe_unused]] std::int32_t* values, [[maybe_unused]] std::int32_t n) {
+  template <typename Value, typename Put>
+  MOE_HOST_DEVICE void scan([[maybe_unused]] std::int32_t n, [[maybe_unused]] Value value, [[maybe_unused]] Put put) {
 #if defined(__CUDA_ARCH__)
     static_assert(kWarps <= kLanes);
+    __shared__ std::int32_t warp_sums[kWarps];
     const std::int32_t warp = thread / kLanes, lane = thread % kLanes;
-    const std::int32_t each = ceil_div32(n, num_threads);
-    const std::int32_t begin = min32(n, std::int64_t{thread} * each), end = min32(n, std::int64_t{begin} + each);
-    const std::int32_t sum = sum_of(values, begin, end);
-    const std::int32_t inclusive = inclusive_sum(sum, lane);
+    const std::int32_t each = (n + num_threads - 1) / num_threads;
+    const std::int32_t begin = thread * each < n ? thread * each : n, end = begin + each < n ? begin + each : n;
+    std::int32_t sum = 0;
+    MOE_ROLLED
+    for (std::int32_t i = begin; i < end; ++i) sum += value(i);
+    const std::int32_t inclusive = ClusterWarp::inclusive_sum(sum, lane);
     if (lane == kLanes - 1) warp_sums[warp] = inclusive;
     barrier();
     const std::int32_t of_warp = lane < kWarps ? warp_sums[lane] : 0;
-    const std::int32_t before_warp = __shfl_sync(~0u, inclusive_sum(of_warp, lane) - of_warp, warp);
-    store_sums(values, begin, end, before_warp + inclusive - sum);
-    if (thread == num_threads - 1) values[n] = before_warp + inclusive;
-    barrier();
-#endif
-  }
-
-  // Each column by a warp, every lane a run of it: an odd number, so that lanes read different banks.
-  MOE_HOST_DEVICE void exclusive_sums([[maybe_unused]] std::int32_t* values, [[maybe_unused]] std::int32_t pitch,
-                                      [[maybe_unused]] std::int32_t columns, [[maybe_unused]] std::int32_t n) {
-#if defined(__CUDA_ARCH__)
-    const std::int32_t warp = thread / kLanes, lane = thread % kLanes;
-    if (warp < columns) {
-      std::int32_t* column = values + warp * pitch;
-      const std::int32_t each = ceil_div32(n, kLanes) | 1;
-      const std::int32_t begin = min32(n, lane * each), end = min32(n, begin + each);
-      const std::int32_t sum = sum_of(column, begin, end);
-      const std::int32_t inclusive = inclusive_sum(sum, lane);
-      store_sums(column, begin, end, inclusive - sum);
-      if (lane == kLanes - 1) column[n] = inclusive;
+    std::int32_t before = __shfl_sync(~0u, ClusterWarp::inclusive_sum(of_warp, lane) - of_warp, warp);
+    before += inclusive - sum;
+    MOE_ROLLED
+    for (std::int32_t i = begin; i < end; ++i) {
+      const std::int32_t added = value(i);
+      put(i, before);
+      before += added;
     }
+    if (thread == num_threads - 1) put(n, before);
     barrier();
 #endif
   }
@@ -115,43 +165,21 @@ struct ClusterBlock {
     __syncthreads();
 #endif
   }
-#if defined(__CUDA_ARCH__)
-  __device__ static std::int32_t sum_of(const std::int32_t* values, std::int32_t begin, std::int32_t end) {
-    std::int32_t sum = 0;
-    MOE_ROLLED
-    for (std::int32_t i = begin; i < end; ++i) sum += values[i];
-    return sum;
-  }
-  // Replaces values by the sums of those before them and `before`.
-  __device__ static void store_sums(std::int32_t* values, std::int32_t begin, std::int32_t end, std::int32_t before) {
-    MOE_ROLLED
-    for (std::int32_t i = begin; i < end; ++i) {
-      const std::int32_t value = values[i];
-      values[i] = before;
-      before += value;
-    }
-  }
-  __device__ static std::int32_t inclusive_sum(std::int32_t value, std::int32_t lane) {
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      const std::int32_t lower = __shfl_up_sync(~0u, value, distance);
-      if (lane >= distance) value += lower;
-    }
-    return value;
-  }
-#endif
 };
 
 template <std::int32_t kWarps>
 struct ClusterTeam {
   ClusterBlock<kWarps> block;
 
-  // Blocks exchange through global memory, which the cluster's barrier releases and acquires.
+  // Behind the block's barrier, which ends every phase, one thread's fence speaks for all of the block's.
   template <typename Function>
   MOE_HOST_DEVICE void stage(Function function) {
     function(block);
 #if defined(__CUDA_ARCH__)
-    cooperative_groups::this_cluster().sync();
+    if (block.thread == 0) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
   }
 };

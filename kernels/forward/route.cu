@@ -17,7 +17,6 @@ constexpr int kRouteSharedBytes = static_cast<int>(kPlanSharedWords * sizeof(std
 // What the last thread tells others.
 struct RouteEnd {
   LaunchState* launch;
-  std::int64_t* first_bad;  // or null
   StepStatus* status;       // or null
   LogRecord* log;           // or null
   std::int64_t log_capacity;
@@ -25,9 +24,7 @@ struct RouteEnd {
 };
 
 __device__ ClusterTeam<kRouteWarps> this_team() {
-  extern __shared__ std::int32_t shared[];
-  __shared__ std::int32_t warp_sums[kRouteWarps];
-  return {{static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(threadIdx.x), shared, warp_sums}};
+  return {{static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(threadIdx.x)}};
 }
 
 __device__ std::int64_t clock_ns() {
@@ -61,15 +58,18 @@ __device__ void report_bad_id(StepStatus* status, std::int64_t position, std::in
   *code = static_cast<std::int64_t>(StatusCode::kBadId);
 }
 
+// This launch's, which it leaves for the layer's kernel to advance: read early, for the end not to wait for it.
+__device__ std::int64_t generation_of(const RouteEnd& end) {
+  return end.launch == nullptr || blockIdx.x != 0 || threadIdx.x != 0 ? 0 : end.launch->generation + 1;
+}
+
 // With one rank this rank's "ready" is all there is to wait for. The release is cumulative: behind the cluster's last
 // barrier it covers what all of its blocks have written.
-__device__ void raise_plan_ready(const RouteEnd& end) {
+__device__ void raise_plan_ready(const RouteEnd& end, std::int64_t generation) {
   if (end.launch == nullptr) return;
-  const std::int64_t generation = end.launch->generation + 1;
   write_log(end, LogEvent::kRaise, Counter::kPeerReady, generation);
   write_log(end, LogEvent::kWait, Counter::kPeerReady, generation);
   write_log(end, LogEvent::kRaise, Counter::kPlanReady, generation);
-  __threadfence();
   cuda::atomic_ref<std::int64_t, cuda::thread_scope_device>(end.launch->plan_ready)
       .store(generation, cuda::std::memory_order_release);
 }
@@ -79,24 +79,24 @@ __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kRouteThre
     route_kernel(const __grid_constant__ SortJob<Id> sort, const __grid_constant__ PlanJob plan,
                  const __grid_constant__ RouteEnd end) {
   ClusterTeam<kRouteWarps> team = this_team();
+  const std::int64_t generation = generation_of(end);
   plan_own_routes(team, sort, plan);
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
-  const std::int32_t first = first_bad_of(sort.part_first_bad, static_cast<std::int32_t>(kPlanBlocks));
-  const std::int64_t bad = first == kNoBadId ? -1 : first;
-  if (end.first_bad != nullptr) *end.first_bad = bad;
-  if (bad >= 0 && end.status != nullptr) {
+  const std::int32_t bad = *shared_parts(team.block.shared(), lasting_words(plan), sort.num_experts).all_first_bad;
+  if (bad != kNoBadId && end.status != nullptr) {
     const std::int64_t id = sort.ids.at(bad / sort.ids.top_k, bad % sort.ids.top_k);
     report_bad_id(end.status, bad, id, sort.ids.top_k, sort.num_experts);
   }
-  raise_plan_ready(end);
+  raise_plan_ready(end, generation);
 }
 
 __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kRouteThreads, 1)
     plan_kernel(const __grid_constant__ RankRoutes routes, const __grid_constant__ PlanJob plan,
                 const __grid_constant__ RouteEnd end) {
   ClusterTeam<kRouteWarps> team = this_team();
+  const std::int64_t generation = generation_of(end);
   plan_all_routes(team, routes, plan);
-  if (blockIdx.x == 0 && threadIdx.x == 0) raise_plan_ready(end);
+  if (blockIdx.x == 0 && threadIdx.x == 0) raise_plan_ready(end, generation);
 }
 
 PlanJob plan_job(const RouteArguments& arguments, std::int64_t num_parts) {
@@ -120,8 +120,7 @@ PlanJob plan_job(const RouteArguments& arguments, std::int64_t num_parts) {
 }
 
 RouteEnd route_end(const RouteArguments& arguments) {
-  return {arguments.memory.launch, arguments.first_bad,    arguments.status,
-          arguments.log,           arguments.log_capacity, arguments.log_size};
+  return {arguments.memory.launch, arguments.status, arguments.log, arguments.log_capacity, arguments.log_size};
 }
 
 // The attribute is set before every launch: it belongs to the current device, and setting it again costs nothing.
@@ -137,7 +136,7 @@ cudaError_t launch(void (*kernel)(Arguments...), cudaStream_t stream, const Argu
 template <typename Id>
 cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
   const TopkIds& ids = arguments.topk_idx;
-  const PlanJob plan = plan_job(arguments, kPlanBlocks);
+  const PlanJob plan = plan_job(arguments, 0);
   SortJob<Id> sort{};
   sort.ids = {static_cast<const Id*>(ids.ids), arguments.tokens, arguments.problem.top_k, ids.token_stride,
               ids.slot_stride};
@@ -145,8 +144,8 @@ cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
   sort.experts_at_once = static_cast<std::int32_t>(kMaxRouteExperts);
   sort.route_order = arguments.memory.route_order;
   sort.class_counts = arguments.memory.class_counts;
-  sort.part_counts = plan.scratch.part_counts;
-  sort.part_first_bad = plan.scratch.part_first_bad;
+  sort.first_bad = arguments.first_bad;
+  set_walks(sort, static_cast<std::int32_t>(kPlanBlocks), kRouteWarps);
   return launch(route_kernel<Id>, stream, sort, plan, route_end(arguments));
 }
 

@@ -135,15 +135,17 @@ struct PlanMemory {
   moe::PlanSizes sizes{};
   moe::PlanJob job{};
 
-  explicit PlanMemory(Case& c, bool in_shared) {
+  PlanMemory(Case& c, bool in_shared, std::int64_t room = 0) {
     const moe::Problem& p = c.config.problem;
     const std::int64_t experts = p.local_experts() + 1;
     const auto most = size_of(p.max_row_tiles());
-    // What the sums need, and the sort's counters; with or without room for the arrays over segments and for staging.
-    std::int64_t shared = moe::kExpertColumns * experts;
-    const std::int64_t counting = c.team.num_warps * (p.num_experts | 1) + 10 * p.num_experts + 4;
-    if (num_ranks(c) == 1 && counting > shared) shared = counting;
-    if (in_shared) shared += moe::kSegmentArrays * (p.max_row_tiles() + 1) + p.max_routes();
+    // What lasts, and the sort's counters; with or without room for the arrays over segments, and for the routes in
+    // order and in the order of the walks.
+    std::int64_t shared = moe::plan_lasting_words(p.local_experts());
+    if (num_ranks(c) == 1) shared += c.team.num_warps * (p.num_experts | 1) + 2 * p.num_experts + 1;
+    if (in_shared) shared += moe::kSegmentArrays * (p.max_row_tiles() + 1);
+    if (room > 0) shared += p.max_routes() / 2 + 64 * p.top_k;
+    if (room > 1) shared += p.max_routes() + 128 * p.top_k;
     c.team.shared_words = static_cast<std::int32_t>(shared);
     scratch.assign(size_of(moe::plan_scratch(nullptr, p, shared).size), kUnwritten);
     expert_offsets.assign(size_of(experts), kUnwritten);
@@ -229,7 +231,7 @@ void run_own(Case& c, const Sorted& expected, std::int64_t bad_fill, bool with_p
       ids[size_of(t * view.token_stride + k * view.slot_stride)] = static_cast<Id>(c.ids[0][size_of(t * p.top_k + k)]);
     }
   }
-  PlanMemory memory(c, c.team.seed % 4 < 2);
+  PlanMemory memory(c, c.team.seed % 4 < 2, static_cast<std::int64_t>(c.team.seed % 7 % 3));
   std::vector<std::int32_t> route_order(ids.size(), kUnwritten), counts(expected.class_counts.size(), kUnwritten);
   moe::SortJob<Id> sort{};
   sort.ids = view;
@@ -237,15 +239,15 @@ void run_own(Case& c, const Sorted& expected, std::int64_t bad_fill, bool with_p
   sort.experts_at_once = static_cast<std::int32_t>(c.team.seed % 3 == 0 ? 1 + c.team.seed % 40 : 300);
   sort.route_order = route_order.data();
   sort.class_counts = counts.data();
-  sort.part_counts = memory.job.scratch.part_counts;
-  sort.part_first_bad = memory.job.scratch.part_first_bad;
+  std::int64_t first_bad = kUnwritten;
+  sort.first_bad = &first_bad;
+  moe::set_walks(sort, c.team.num_blocks, c.team.num_warps);
   if (!with_plan) memory.job.sizes = nullptr;
   moe::SerialCluster cluster(c.team);
   moe::plan_own_routes(cluster, sort, memory.job);
   MOE_CHECK_EQUAL(text(route_order), text(expected.route_order));
   MOE_CHECK_EQUAL(text(counts), text(expected.class_counts));
-  const std::int32_t first = moe::first_bad_of(sort.part_first_bad, static_cast<std::int32_t>(moe::kPlanBlocks));
-  MOE_CHECK_EQUAL(first == moe::kNoBadId ? -1 : first, expected.first_bad);
+  MOE_CHECK_EQUAL(first_bad, expected.first_bad);
   MOE_CHECK_EQUAL(expected.first_bad >= 0, bad_fill > 0);
   std::vector<std::int64_t> offsets(size_of(p.num_experts + 1), 0);
   if (expected.first_bad < 0) offsets = merge_serially(c, expected.class_counts).offsets;
@@ -324,13 +326,16 @@ void test_lanes_walk_in_order() {
       const std::int64_t tokens = 64 * 50;
       Ids ids(size_of(tokens * top_k));
       std::iota(ids.begin(), ids.end(), 0);
-      const moe::RouteIds<std::int64_t> view{ids.data(), tokens, top_k, top_k, 1};
-      const moe::WarpRoutes range{7, 7, 3, 3 + ages};
+      moe::SortJob<std::int64_t> job{};
+      job.ids = {ids.data(), tokens, top_k, top_k, 1};
+      moe::set_walks(job, 8, 8);
+      const moe::WarpRoutes range{7, 3, ages};
       std::vector<std::vector<std::int64_t>> by_lane;
       for (std::int32_t lane = 0; lane < 32; ++lane) {
         by_lane.emplace_back();
-        moe::walk_routes<4>(view, range, Lanes{lane, 32}, [&](std::int64_t id, std::int32_t route) {
-          if (id >= 0) MOE_CHECK_EQUAL(id, route);
+        const auto read = [](std::int64_t id, std::int32_t) { return static_cast<std::int32_t>(id); };
+        moe::walk_routes<4>(job, range, Lanes{lane, 32}, [] {}, read, [&](std::int32_t id, std::int32_t n) {
+          if (id >= 0) MOE_CHECK_EQUAL(id, moe::route_of(job, range, n));
           by_lane.back().push_back(id);
         });
         MOE_CHECK_EQUAL(by_lane.back().size(), by_lane.front().size());
@@ -349,9 +354,23 @@ void test_lanes_walk_in_order() {
   }
 }
 
+void test_divisors() {
+  Random random(1);
+  for (std::int64_t i = 0; i < 100000; ++i) {
+    const std::int64_t most = std::int64_t{1} << draw(random, 0, 31);
+    const auto d = static_cast<std::int32_t>(draw(random, 1, most > moe::kMaxIndex ? moe::kMaxIndex : most));
+    const auto any = static_cast<std::int32_t>(draw(random, 0, moe::kMaxIndex));
+    const std::int32_t multiple = any / d * d;
+    for (const std::int32_t n : {any, multiple, multiple > 0 ? multiple - 1 : 0, 0, d, d - 1}) {
+      MOE_CHECK_EQUAL(moe::divisor(d).divide(n), n / d);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  test_divisors();
   test_lanes_walk_in_order();
   test_own_routes();
   test_routes_of_all_ranks();

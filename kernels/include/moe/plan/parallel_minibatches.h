@@ -27,6 +27,7 @@ struct PlanShape {
   std::int32_t segment_gate_up;  // tasks of a whole segment
   std::int32_t segment_down;
   std::int32_t piece_rows;
+  Divisor by_segment_gate_up;
   std::int32_t enough;  // gate_up tasks of a minibatch, at least
   std::int32_t lag;     // minibatches; at least their number if stages are separate
 };
@@ -45,6 +46,7 @@ MOE_HOST_DEVICE constexpr PlanShape plan_shape(const Problem& p, const Tiling& t
           narrow(tasks_of_segment(tiles, t.act_tiles(p))),
           narrow(tasks_of_segment(tiles, t.hidden_tiles(p))),
           narrow(t.piece_rows),
+          divisor(narrow(tasks_of_segment(tiles, t.act_tiles(p)))),
           min32(s.waves * s.num_clusters, kMaxRoutes),
           s.separate_stages != 0 ? narrow(most) : min32(s.lag, most)};
 }
@@ -70,7 +72,7 @@ struct ExpertSums {
 template <typename Block>
 MOE_HOST_DEVICE ExpertSums expert_sums(const Block& block, const PlanShape& shape) {
   const std::int32_t pitch = shape.local_experts + 1;
-  std::int32_t* at = block.shared;
+  std::int32_t* at = block.shared();
   return {at, at + pitch, at + 2 * pitch, at + 3 * pitch, at + 4 * pitch, at + 5 * pitch, shape.local_experts};
 }
 
@@ -99,17 +101,17 @@ MOE_HOST_DEVICE inline std::int32_t down_before(const ExpertSums& sums, const Pl
   return sums.down[place.expert] + place.index * shape.segment_down;
 }
 
-// Where the minibatch that begins with `segment` ends: behind the first segment that completes `enough` tasks, or with
+// Where the minibatch that begins with segment `first` ends: behind the first segment that completes `enough` tasks, or with
 // the last if what is left there is less than a minibatch.
 MOE_HOST_DEVICE inline std::int32_t minibatch_end(const ExpertSums& sums, const PlanShape& shape,
-                                                  std::int32_t segment) {
+                                                  const SegmentPlace& first) {
   const std::int32_t all = sums.gate_up[sums.experts];
-  const std::int32_t before = gate_up_before(sums, shape, segment_place(sums, segment));
+  const std::int32_t before = gate_up_before(sums, shape, first);
   if (all - before < shape.enough) return sums.num_segments();
   const std::int32_t target = before + shape.enough;
   const std::int32_t expert =
       first_where(sums.experts + 1, [&](std::int32_t e) { return sums.gate_up[e] >= target; }) - 1;
-  const std::int32_t needed = ceil_div32(target - sums.gate_up[expert], shape.segment_gate_up);
+  const std::int32_t needed = shape.by_segment_gate_up.divide(target - sums.gate_up[expert] - 1) + 1;
   const bool whole = needed >= sums.segments[expert + 1] - sums.segments[expert];  // its last segment may be short
   const std::int32_t end = whole ? sums.segments[expert + 1] : sums.segments[expert] + needed;
   const std::int32_t reached = gate_up_before(sums, shape, {whole ? expert + 1 : expert, whole ? 0 : needed});
@@ -122,19 +124,19 @@ struct SegmentArrays {
   std::int32_t* order;           // number of the minibatch that begins here, or -1; last their number
   std::int32_t* jumps;           // the begin of the 2^i-th minibatch after one that began here
   std::int32_t* next_jumps;      // of the 2^(i + 1)-th
-  std::int32_t* minibatch;       // the minibatch a segment belongs to
+  std::int32_t* experts;         // a segment belongs to
   std::int32_t* begins;          // over minibatches: first segment, then num_segments
   std::int32_t* gate_up_before;  // over minibatches: tasks of all before, then of all
   std::int32_t* down_before;
 };
 
-// In shared memory behind the sums if they fit there, else in the block's part of the scratch.
+// In shared memory behind what lasts there if they fit there, else in the block's part of the scratch.
 template <typename Block>
 MOE_HOST_DEVICE SegmentArrays segment_arrays(const Block& block, const ExpertSums& sums, const PlanScratch& scratch) {
   const std::int32_t pitch = sums.num_segments() + 1;
-  const auto used = static_cast<std::int32_t>(kExpertColumns) * (sums.experts + 1);
+  const auto used = static_cast<std::int32_t>(plan_lasting_words(sums.experts));
   const bool fits = used + kSegmentArrays * pitch <= block.shared_words;
-  std::int32_t* at = fits ? block.shared + used : scratch.segments + block.index * scratch.segments_per_block;
+  std::int32_t* at = fits ? block.shared() + used : scratch.segments + block.index * scratch.segments_per_block;
   const auto array = [&](std::int32_t i) { return at + std::int64_t{i} * pitch; };
   return {array(0), array(1), array(2), array(3), array(4), array(5), array(6), array(7)};
 }
@@ -148,7 +150,9 @@ MOE_HOST_DEVICE std::int32_t find_minibatches(Block& block, const PlanShape& sha
   if (segments == 0) return 0;
   block.phase([&](const Thread& me) {
     me.each(segments + 1, [&](std::int32_t s) {
-      const std::int32_t end = s < segments ? minibatch_end(sums, shape, s) : segments;
+      const SegmentPlace place = segment_place(sums, s);
+      const std::int32_t end = s < segments ? minibatch_end(sums, shape, place) : segments;
+      arrays.experts[s] = place.expert;
       arrays.ends[s] = end;
       arrays.jumps[s] = end;
       arrays.order[s] = s == 0 ? 0 : -1;
@@ -174,7 +178,8 @@ MOE_HOST_DEVICE std::int32_t find_minibatches(Block& block, const PlanShape& sha
     me.each(segments, [&](std::int32_t s) {
       const std::int32_t q = arrays.order[s];
       if (q < 0) return;
-      const SegmentPlace place = segment_place(sums, s);
+      const std::int32_t expert = arrays.experts[s];
+      const SegmentPlace place{expert, s - sums.segments[expert]};
       arrays.begins[q] = s;
       arrays.gate_up_before[q] = gate_up_before(sums, shape, place);
       arrays.down_before[q] = down_before(sums, shape, place);
@@ -185,11 +190,7 @@ MOE_HOST_DEVICE std::int32_t find_minibatches(Block& block, const PlanShape& sha
       arrays.order[segments] = q + 1;
     });
   });
-  const std::int32_t minibatches = arrays.order[segments];
-  block.phase([&](const Thread& me) {
-    me.each(segments, [&](std::int32_t s) { arrays.minibatch[s] = item_at(arrays.begins, minibatches, s); });
-  });
-  return minibatches;
+  return arrays.order[segments];
 }
 
 }  // namespace moe

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "moe/host_device.h"
 #include "moe/plan/layout.h"
@@ -18,7 +19,7 @@ namespace moe {
 struct PlanJob {
   PlanShape shape;
   PlanScratch scratch;
-  std::int32_t num_parts;  // of scratch.part_counts: their sum is what each expert gets
+  std::int32_t num_parts;  // of scratch.part_counts: their sum is what each expert gets, of several ranks
   // where it writes
   std::int64_t* expert_offsets;        // [L + 1]
   std::int32_t* saved_expert_offsets;  // [L + 1] or null: the same, or -1 if the step is refused
@@ -32,39 +33,50 @@ struct PlanJob {
   std::int64_t num_tickets;
 };
 
-// Zeroes counters and tickets; in the first stage, whose memory latency hides it.
-template <typename Block>
-MOE_HOST_DEVICE void clear_counters(Block& block, const PlanJob& job) {
-  block.phase([&](const Thread& me) {
-    me.each_of_cluster(job.num_counters, [&](std::int64_t i) { job.counters[i] = 0; });
-    me.each_of_cluster(job.num_tickets, [&](std::int64_t i) { job.tickets[i] = 0; });
-  });
+// Zeroes counters and tickets; early, so that other work hides the memory's latency.
+MOE_HOST_DEVICE inline void clear_counters(const Thread& me, const PlanJob& job) {
+  me.each_of_cluster(static_cast<std::int32_t>(job.num_counters), [&](std::int32_t i) { job.counters[i] = 0; });
+  me.each_of_cluster(static_cast<std::int32_t>(job.num_tickets), [&](std::int32_t i) { job.tickets[i] = 0; });
 }
 
-// Sums over experts, in every block. A refused step has no rows.
+// What an expert with this many rows adds to the sums; its column of rows takes `rows_before` as it is.
+MOE_HOST_DEVICE inline void set_expert(const ExpertSums& sums, const PlanShape& shape, std::int32_t expert,
+                                       std::int32_t rows_before, std::int32_t rows) {
+  const auto row_tile = static_cast<std::int32_t>(kRowTile);
+  const std::int32_t tiles = ceil_div32(rows, row_tile);
+  const std::int32_t whole = tiles / shape.segment_tiles;
+  const std::int32_t rest = tiles - whole * shape.segment_tiles;
+  sums.rows[expert] = rows_before;
+  sums.tiles[expert] = tiles;
+  sums.segments[expert] = whole + (rest > 0);
+  sums.pieces[expert] = rows / row_tile * (row_tile / shape.piece_rows) + ceil_div32(rows % row_tile, shape.piece_rows);
+  sums.gate_up[expert] = whole * shape.segment_gate_up + segment_tasks(rest, shape.act_tiles);
+  sums.down[expert] = whole * shape.segment_down + segment_tasks(rest, shape.hidden_tiles);
+}
+
+// One of the kExpertColumns columns; nothing for a number behind the last.
+template <typename Warp>
+MOE_HOST_DEVICE void sum_column(const Warp& warp, const ExpertSums& sums, std::int32_t column) {
+  if (column < static_cast<std::int32_t>(kExpertColumns)) {
+    warp.exclusive_sum(sums.rows + column * (sums.experts + 1), sums.experts);
+  }
+}
+
+// Sums over experts from the counts of ranks, in every block.
 template <typename Block>
-MOE_HOST_DEVICE void sum_experts(Block& block, const PlanJob& job, bool refused) {
+MOE_HOST_DEVICE void sum_ranks(Block& block, const PlanJob& job) {
   const PlanShape& shape = job.shape;
   const ExpertSums sums = expert_sums(block, shape);
   block.phase([&](const Thread& me) {
     me.each(sums.experts, [&](std::int32_t e) {
       std::int32_t rows = 0;
-      for (std::int32_t part = 0; part < job.num_parts && !refused; ++part) {
+      for (std::int32_t part = 0; part < job.num_parts; ++part) {
         rows += job.scratch.part_counts[std::int64_t{part} * shape.num_experts + shape.first_expert + e];
       }
-      const auto row_tile = static_cast<std::int32_t>(kRowTile);
-      const std::int32_t tiles = ceil_div32(rows, row_tile);
-      const std::int32_t whole = tiles / shape.segment_tiles;
-      const std::int32_t rest = tiles % shape.segment_tiles;
-      sums.rows[e] = rows;
-      sums.tiles[e] = tiles;
-      sums.segments[e] = whole + (rest > 0);
-      sums.pieces[e] = rows / row_tile * (row_tile / shape.piece_rows) + ceil_div32(rows % row_tile, shape.piece_rows);
-      sums.gate_up[e] = whole * shape.segment_gate_up + segment_tasks(rest, shape.act_tiles);
-      sums.down[e] = whole * shape.segment_down + segment_tasks(rest, shape.hidden_tiles);
+      set_expert(sums, shape, e, rows, rows);
     });
   });
-  block.exclusive_sums(sums.rows, sums.experts + 1, static_cast<std::int32_t>(kExpertColumns), sums.experts);
+  block.warps([&](const auto& warp) { sum_column(warp, sums, warp.index); });
 }
 
 // What the functions below fill the tables from.
@@ -85,59 +97,93 @@ MOE_HOST_DEVICE inline void fill_experts(const Thread& me, const PlanJob& job, c
   });
 }
 
-MOE_HOST_DEVICE inline Segment segment_at(const PlanJob& job, const PlanParts& parts, const SegmentPlace& place) {
-  const ExpertSums& sums = parts.sums;
-  return {place.expert, sums.tiles[place.expert] + place.index * job.shape.segment_tiles,
-          segment_length(sums, job.shape, place), parts.arrays.minibatch[sums.segments[place.expert] + place.index]};
-}
-
-MOE_HOST_DEVICE inline void fill_tiles(const Thread& me, const PlanJob& job, const PlanParts& parts) {
-  const ExpertSums& sums = parts.sums;
-  me.each_of_cluster(sums.num_tiles(), [&](std::int32_t i) {
-    const std::int32_t expert = item_at(sums.tiles, sums.experts, i);
-    const std::int32_t row = sums.rows[expert] + (i - sums.tiles[expert]) * static_cast<std::int32_t>(kRowTile);
-    job.tables.tiles[i] = {expert, row, min32(sums.rows[expert + 1] - row, kRowTile)};
-  });
-  me.each_of_cluster(sums.num_segments(),
-                     [&](std::int32_t s) { job.tables.segments[s] = segment_at(job, parts, segment_place(sums, s)); });
+MOE_HOST_DEVICE inline void fill_minibatches(const Thread& me, const PlanJob& job, const PlanParts& parts) {
   me.each_of_cluster(parts.minibatches,
                      [&](std::int32_t q) { job.tables.minibatch_ends[q] = parts.arrays.begins[q + 1]; });
 }
 
-// Task `index` of those that one kind has in one segment, in the order of add_minibatch: the row tiles of a segment
-// take two columns together in as many tasks as there are tiles.
-MOE_HOST_DEVICE inline Task segment_task(TaskKind kind, const Segment& segment, std::int32_t index) {
-  const std::int32_t pairs = segment.tiles / 2;
-  const std::int32_t even = segment.tiles - pairs;  // tasks of an even column: an odd last tile takes two columns
-  const std::int32_t within = index % segment.tiles;
-  const bool odd_column = within >= even;
-  const std::int32_t i = odd_column ? within - even : within;
-  const std::int32_t column = index / segment.tiles * 2 + (odd_column ? 1 : 0);
-  return {kind, segment.expert, segment.tile_begin + 2 * i, column, i < pairs ? 0 : 1};
+// Word `i` of an array of structs that are int32 throughout: what lanes beside each other store is one piece.
+template <typename Item>
+MOE_HOST_DEVICE void store_word(Item* items, std::int32_t i, std::int32_t value) {
+  static_assert(sizeof(Item) % sizeof(value) == 0 && alignof(Item) == alignof(std::int32_t));
+#if defined(__CUDA_ARCH__)
+  reinterpret_cast<std::int32_t*>(items)[i] = value;
+#else
+  std::memcpy(reinterpret_cast<char*>(items) + std::int64_t{i} * 4, &value, sizeof(value));
+#endif
 }
 
-// The tasks of tiles, each where order_tasks puts it: behind the tasks of its kind before it, and behind those of the
-// other kind's minibatches that come before its own (of down: those before q - lag, of gate_up: up to q + lag).
-MOE_HOST_DEVICE inline void fill_tasks(const Thread& me, const PlanJob& job, const PlanParts& parts) {
+// The row tiles of a segment, and the segment.
+template <typename Warp>
+MOE_HOST_DEVICE void fill_segment(const Warp& warp, const PlanJob& job, const PlanParts& parts, std::int32_t number,
+                                  const Segment& segment) {
+  constexpr std::int32_t kFields = sizeof(RowTile) / sizeof(std::int32_t);
+  const auto row_tile = static_cast<std::int32_t>(kRowTile);
+  const ExpertSums& sums = parts.sums;
+  const std::int32_t first_row =
+      sums.rows[segment.expert] + (segment.tile_begin - sums.tiles[segment.expert]) * row_tile;
+  const std::int32_t end_row = sums.rows[segment.expert + 1];
+  MOE_ROLLED
+  for (std::int32_t i = warp.lane; i < segment.tiles * kFields; i += warp.lanes) {
+    const std::int32_t tile = i / kFields, field = i % kFields;
+    const std::int32_t row = first_row + tile * row_tile;
+    const std::int32_t rows = end_row - row < row_tile ? end_row - row : row_tile;
+    store_word(job.tables.tiles + segment.tile_begin, i, field == 0 ? segment.expert : field == 1 ? row : rows);
+  }
+  if (warp.lane == 0) job.tables.segments[number] = segment;
+}
+
+// The tasks that one kind has in one segment, in the order of add_minibatch: of two columns together as many as there
+// are row tiles, those of the even column first, because an odd last tile takes both.
+template <typename Warp>
+MOE_HOST_DEVICE void fill_tasks(const Warp& warp, Task* tasks, TaskKind kind, std::int32_t columns,
+                                const Segment& segment) {
+  constexpr std::int32_t kFields = sizeof(Task) / sizeof(std::int32_t);
+  const std::int32_t pairs = segment.tiles / 2;
+  const std::int32_t even = segment.tiles - pairs;
+  MOE_ROLLED
+  for (std::int32_t first = 0; first < columns; first += 2) {
+    const std::int32_t count = first + 1 < columns ? segment.tiles : even;
+    MOE_ROLLED
+    for (std::int32_t i = warp.lane; i < count * kFields; i += warp.lanes) {
+      const std::int32_t task = i / kFields, field = i % kFields;
+      const bool odd = task >= even;
+      const std::int32_t pair = odd ? task - even : task;
+      std::int32_t value = field == 0 ? static_cast<std::int32_t>(kind) : segment.expert;
+      if (field == 2) value = segment.tile_begin + 2 * pair;
+      if (field == 3) value = first + (odd ? 1 : 0);
+      if (field == 4) value = pair < pairs ? 0 : 1;
+      store_word(tasks, i, value);
+    }
+    tasks += count;
+  }
+}
+
+// Each warp takes some segments, for the tasks of one kind; with gate_up also what lies behind fill_segment. They go
+// where order_tasks puts them: behind the tasks of its kind before it, and behind those of the other kind's minibatches
+// that come before its own (of down: those before q - lag, of gate_up: up to q + lag).
+template <typename Block, typename Warp>
+MOE_HOST_DEVICE void fill_segments(const Warp& warp, const Block& block, const PlanJob& job, const PlanParts& parts) {
   const PlanShape& shape = job.shape;
   const ExpertSums& sums = parts.sums;
-  const std::int32_t num_gate_up = sums.gate_up[sums.experts];
-  me.each_of_cluster(num_gate_up + sums.down[sums.experts], [&](std::int32_t i) {
-    const bool gate_up = i < num_gate_up;
-    const std::int32_t* before = gate_up ? sums.gate_up : sums.down;
-    const std::int32_t per_segment = gate_up ? shape.segment_gate_up : shape.segment_down;
-    const std::int32_t of_kind = gate_up ? i : i - num_gate_up;
-    const std::int32_t expert = item_at(before, sums.experts, of_kind);
-    const std::int32_t of_expert = of_kind - before[expert];
-    const std::int32_t number = of_expert / per_segment;
-    const Segment segment = segment_at(job, parts, {expert, number});
-    const std::int32_t q = segment.minibatch;
-    const std::int32_t shift =
-        gate_up ? parts.arrays.down_before[q < shape.lag ? 0 : q - shape.lag]
-                : parts.arrays.gate_up_before[min32(std::int64_t{q} + shape.lag + 1, parts.minibatches)];
-    job.tasks[of_kind + shift] =
-        segment_task(gate_up ? TaskKind::kGateUp : TaskKind::kDown, segment, of_expert - number * per_segment);
-  });
+  const std::int32_t segments = sums.num_segments();
+  MOE_ROLLED
+  for (std::int32_t i = warp.index * block.count + block.index; i < 2 * segments; i += block.num_warps * block.count) {
+    const bool gate_up = i < segments;
+    const std::int32_t number = gate_up ? i : i - segments;
+    const std::int32_t expert = parts.arrays.experts[number];
+    const SegmentPlace place{expert, number - sums.segments[expert]};
+    const std::int32_t q = item_at(parts.arrays.begins, parts.minibatches, number);
+    const Segment segment{expert, sums.tiles[expert] + place.index * shape.segment_tiles,
+                          segment_length(sums, shape, place), q};
+    if (gate_up) fill_segment(warp, job, parts, number, segment);
+    const std::int32_t before =
+        gate_up ? gate_up_before(sums, shape, place) + parts.arrays.down_before[q < shape.lag ? 0 : q - shape.lag]
+                : down_before(sums, shape, place) +
+                      parts.arrays.gate_up_before[min32(std::int64_t{q} + shape.lag + 1, parts.minibatches)];
+    fill_tasks(warp, job.tasks + before, gate_up ? TaskKind::kGateUp : TaskKind::kDown,
+               gate_up ? shape.act_tiles : shape.hidden_tiles, segment);
+  }
 }
 
 // The tasks behind those of tiles, and the sizes.
@@ -154,22 +200,19 @@ MOE_HOST_DEVICE inline void fill_ends(const Thread& me, const PlanJob& job, cons
                 0};
 }
 
-// Builds all tables of `job`. In the stage after the one that has written part_counts.
+// Builds all tables of `job` from the sums over experts.
 template <typename Block>
 MOE_HOST_DEVICE void build_in_parallel(Block& block, const PlanJob& job, bool refused) {
-  sum_experts(block, job, refused);
   const ExpertSums sums = expert_sums(block, job.shape);
   const SegmentArrays arrays = segment_arrays(block, sums, job.scratch);
   const PlanParts parts{sums, arrays, find_minibatches(block, job.shape, sums, arrays), refused};
-  block.phase([&](const Thread& me) {
-    fill_experts(me, job, parts);
-    fill_tiles(me, job, parts);
-    // Short tables keep the first threads busy; most tasks go to the others.
-    Thread from_end = me;
-    from_end.cluster_index = me.cluster_count - 1 - me.cluster_index;
-    fill_tasks(from_end, job, parts);
-    fill_ends(me, job, parts);
-  });
+  block.phase(
+      [&](const Thread& me) {
+        fill_experts(me, job, parts);
+        fill_minibatches(me, job, parts);
+        fill_ends(me, job, parts);
+      },
+      [&](const auto& warp) { fill_segments(warp, block, job, parts); });
 }
 
 }  // namespace moe

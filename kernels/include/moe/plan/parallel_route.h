@@ -1,6 +1,7 @@
 // The sort of route.h by the blocks of a cluster: same key, same results, in two stages. Every block takes some
 // residues t mod 64, every warp a range of t div 64 of one of them, so a route's place is where its class begins, plus
-// what earlier warps of its residue have of it, plus its rank in the warp's walk. Run by forward/route.cu; see team.h.
+// what earlier warps of its residue have of it, plus its rank in the warp's walk. The ids are read once where shared
+// memory keeps what the walk has found out. Run by forward/route.cu; see team.h.
 #pragma once
 
 #include <cstdint>
@@ -22,39 +23,81 @@ struct SortJob {
   std::int32_t experts_at_once;  // kMaxRouteExperts, or fewer: more are sorted in several rounds of the two stages
   std::int32_t* route_order;     // as in RouteSort
   std::int32_t* class_counts;    // as in RouteSort
-  std::int32_t* part_counts;     // [blocks, E]: valid routes of each block's residues
-  std::int32_t* part_first_bad;  // [blocks]: position of the first bad id among them, or kNoBadId
+  std::int64_t* first_bad;       // [1]: position of the first bad id, or -1; or null
+  // see set_walks
+  std::int32_t warp_ages;  // t div 64 that a warp walks, at most
+  Divisor by_warp_routes;  // by its routes, at most
+  Divisor by_top_k;
 
   MOE_HOST_DEVICE std::int32_t tokens() const { return static_cast<std::int32_t>(ids.num_tokens); }
   MOE_HOST_DEVICE std::int32_t top_k() const { return static_cast<std::int32_t>(ids.top_k); }
+  MOE_HOST_DEVICE std::int32_t warp_routes() const { return warp_ages * top_k(); }
 };
+
+// Deals the tokens of `job` to blocks of this many warps. On the host, before the launch.
+template <typename Id>
+MOE_HOST_DEVICE constexpr void set_walks(SortJob<Id>& job, std::int32_t num_blocks, std::int32_t num_warps) {
+  const auto residues = static_cast<std::int32_t>(kTokenResidues);
+  const auto top_k = static_cast<std::int32_t>(job.ids.top_k);
+  const std::int32_t ages = ceil_div32(static_cast<std::int32_t>(job.ids.num_tokens), residues);
+  job.warp_ages = ceil_div32(ages, num_warps / (residues / num_blocks));
+  job.by_warp_routes = divisor(job.warp_ages > 0 ? job.warp_ages * top_k : 1);
+  job.by_top_k = divisor(top_k);
+}
+
+// What blocks read from each other, at the same place in the shared memory of each. It lasts as long as the kernel.
+struct SharedParts {
+  std::int32_t* begins;         // [E + 1]: the block's routes to all experts before; then all of them
+  std::int32_t* first_bad;      // [1]: position of the first bad id in the block, or kNoBadId
+  std::int32_t* all_first_bad;  // [1]: of all blocks
+  std::int32_t* done;           // [1]: routes placed in earlier rounds
+  std::int32_t* end;            // what is free
+};
+
+// `lasting`: words before them that last as well.
+MOE_HOST_DEVICE inline SharedParts shared_parts(std::int32_t* shared, std::int32_t lasting, std::int32_t num_experts) {
+  SharedParts parts{};
+  parts.first_bad = shared + lasting;
+  parts.all_first_bad = parts.first_bad + 1;
+  parts.done = parts.first_bad + 2;
+  parts.begins = parts.first_bad + 3;
+  parts.end = parts.begins + num_experts + 1;
+  return parts;
+}
 
 // A block's shared memory during the sort.
 struct SortShared {
-  std::int32_t* done;          // [1]: routes placed in earlier rounds
-  std::int32_t* counters;      // [warps, pitch]: of each expert, the warp's routes; then those of earlier warps
-  std::int32_t pitch;          // odd, so that the residues of one expert lie in different banks
-  std::int32_t* class_begins;  // [E, residues of the block] + 1: prefix sums in the block's own order
-  std::int32_t* begins;        // [E + 1]: first position of each expert in route_order
-  std::int32_t* shifts;        // [E]: from the block's order to route_order
-  std::int32_t* first_bad;     // [1]
-  std::int32_t* staged;        // the block's routes in order, where they fit: the way out of here is then coalesced
-  std::int32_t staged_size;
+  SharedParts parts;
+  std::int32_t* begins;    // [E + 1]: first position of each expert in route_order
+  std::int32_t* shifts;    // [E]: from the block's order to route_order
+  std::int32_t* counters;  // [warps, pitch]: of each expert, the warp's routes; then where they begin in the block
+  std::int32_t pitch;      // odd, so that the residues of one expert lie in different banks
+  // By number in the block (route_of), what the walk has found: expert * 2^16 + rank in the warp, or -1.
+  std::int32_t* kept;
+  // The block's routes in order, by number in the block, so that the way out of here is coalesced.
+  std::uint16_t* staged;
+  bool keeps;   // whether there is room: else the ids are read again ...
+  bool stages;  // ... and routes leave as they come
 };
 
-template <typename Block>
-MOE_HOST_DEVICE SortShared sort_shared(const Block& block, std::int32_t num_experts) {
-  const auto residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
+template <typename Id, typename Block>
+MOE_HOST_DEVICE SortShared sort_shared(const Block& block, const SortJob<Id>& job, std::int32_t lasting,
+                                       std::int32_t num_experts) {
+  constexpr std::int32_t kMost = 1 << 16;
   SortShared shared{};
+  shared.parts = shared_parts(block.shared(), lasting, num_experts);
   shared.pitch = num_experts | 1;
-  shared.done = block.shared;
-  shared.counters = shared.done + 1;
-  shared.class_begins = shared.counters + block.num_warps * shared.pitch;
-  shared.begins = shared.class_begins + num_experts * residues + 1;
+  shared.begins = shared.parts.end;
   shared.shifts = shared.begins + num_experts + 1;
-  shared.first_bad = shared.shifts + num_experts;
-  shared.staged = shared.first_bad + 1;
-  shared.staged_size = block.shared_words - static_cast<std::int32_t>(shared.staged - block.shared);
+  shared.counters = shared.shifts + num_experts;
+  std::int32_t* const free = shared.counters + block.num_warps * shared.pitch;
+  const std::int32_t words = block.shared_words - static_cast<std::int32_t>(free - block.shared());
+  const std::int64_t routes = std::int64_t{block.num_warps} * job.warp_routes();
+  const std::int64_t staged_words = routes / 2 + 1;
+  shared.kept = free;
+  shared.staged = reinterpret_cast<std::uint16_t*>(free + (routes <= words - staged_words ? routes : 0));
+  shared.stages = routes <= kMost && staged_words <= words;
+  shared.keeps = shared.stages && routes <= words - staged_words;
   return shared;
 }
 
@@ -77,200 +120,229 @@ MOE_HOST_DEVICE ExpertRound expert_round(const SortJob<Id>& job, std::int32_t fi
   return {first, min32(left, job.experts_at_once), left <= job.experts_at_once};
 }
 
-// Routes of one warp: those of tokens t with t mod 64 = residue and t div 64 in [begin, end).
+// Routes of one warp: those of tokens t with t mod 64 = residue and t div 64 in [begin, begin + ages), numbered in
+// ascending (t div 64, k).
 struct WarpRoutes {
   std::int32_t residue;
-  std::int32_t block_residue;  // counted within the block
   std::int32_t begin;
-  std::int32_t end;
+  std::int32_t ages;
 };
 
-template <typename Block>
-MOE_HOST_DEVICE WarpRoutes warp_routes(const Block& block, std::int32_t warp, std::int32_t tokens) {
+template <typename Id, typename Block>
+MOE_HOST_DEVICE WarpRoutes warp_routes(const Block& block, const SortJob<Id>& job, std::int32_t warp) {
   const auto all = static_cast<std::int32_t>(kTokenResidues);
   const std::int32_t residues = all / block.count;
   const std::int32_t warps = block.num_warps / residues;
-  const std::int32_t block_residue = warp / warps;
-  const std::int32_t residue = block.index * residues + block_residue;
-  const std::int32_t ages = residue < tokens ? (tokens - residue - 1) / all + 1 : 0;
-  const std::int32_t each = (ages + warps - 1) / warps;
-  const std::int32_t begin = min32(ages, warp % warps * std::int64_t{each});
-  return {residue, block_residue, begin, min32(ages, std::int64_t{begin} + each)};
+  const std::int32_t residue = block.index * residues + warp / warps;
+  const std::int32_t ages = (job.tokens() - residue + all - 1) / all;  // of the residue
+  const std::int32_t begin = warp % warps * job.warp_ages;
+  const std::int32_t left = ages - begin;
+  return {residue, begin, left < 0 ? 0 : min32(left, job.warp_ages)};
 }
 
-// Calls visit(id, route) in ascending (t div 64, k), as many routes at a time as the warp has lanes. Every lane makes
+// The route with number n of a warp.
+template <typename Id>
+MOE_HOST_DEVICE std::int32_t route_of(const SortJob<Id>& job, const WarpRoutes& range, std::int32_t n) {
+  const auto all = static_cast<std::int32_t>(kTokenResidues);
+  const std::int32_t age = job.by_top_k.divide(n);
+  return ((range.begin + age) * all + range.residue) * job.top_k() + n - age * job.top_k();
+}
+// And the one with number n of a block, in which all warps have the same number of numbers.
+template <typename Id, typename Block>
+MOE_HOST_DEVICE std::int32_t route_of(const Block& block, const SortJob<Id>& job, std::int32_t n) {
+  const std::int32_t warp = job.by_warp_routes.divide(n);
+  return route_of(job, warp_routes(block, job, warp), n - warp * job.warp_routes());
+}
+
+// Calls visit(id as read(id) has it, n) for the routes of a warp, as many at a time as it has lanes. Every lane makes
 // the same number of calls; those past the end get id -1, which is that of a dropped route. Ids are loaded kAhead steps
-// together, because nothing else hides the memory's latency.
-template <std::int32_t kAhead, typename Id, typename Warp, typename Visit>
-MOE_HOST_DEVICE void walk_routes(const RouteIds<Id>& ids, const WarpRoutes& range, const Warp& warp, Visit visit) {
+// together and while the ones before are visited, because nothing else hides the memory's latency; start() is called
+// behind the first loads.
+template <std::int32_t kAhead, typename Id, typename Warp, typename Start, typename Read, typename Visit>
+MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range, const Warp& warp, Start start,
+                                 Read read, Visit visit) {
   constexpr auto kAge = static_cast<std::int32_t>(kTokenResidues);  // from a token to the next of its residue
-  const auto top_k = static_cast<std::int32_t>(ids.top_k);
-  const std::int32_t num_routes = (range.end - range.begin) * top_k;
+  const RouteIds<Id>& ids = job.ids;
+  const std::int32_t top_k = job.top_k();
+  const std::int32_t num_routes = range.ages * top_k;
   // A lane goes from (age, slot) to as many routes further as there are lanes, in steps that need no product; beyond
   // the end the sums mean nothing.
-  const std::int32_t ages = warp.lanes / top_k, slots = warp.lanes % top_k;
+  const std::int32_t ages = job.by_top_k.divide(warp.lanes), slots = warp.lanes - ages * top_k;
   const std::int64_t step = ages * kAge * ids.token_stride + slots * ids.slot_stride;
-  const std::int64_t wrap = kAge * ids.token_stride - top_k * ids.slot_stride;
-  const auto route_step = static_cast<std::uint32_t>(ages * kAge * top_k + slots);
-  const auto route_wrap = static_cast<std::uint32_t>((kAge - 1) * top_k);
-  const std::int64_t token = (range.begin + warp.lane / top_k) * std::int64_t{kAge} + range.residue;
-  std::int32_t slot = warp.lane % top_k;
-  std::int64_t offset = token * ids.token_stride + slot * ids.slot_stride;
-  auto route = static_cast<std::uint32_t>(token * top_k + slot);
+  const std::int64_t wrapped = step + kAge * ids.token_stride - top_k * ids.slot_stride;
+  const std::int32_t age = job.by_top_k.divide(warp.lane);
+  std::int32_t slot = warp.lane - age * top_k;
+  std::int64_t offset =
+      ((range.begin + age) * std::int64_t{kAge} + range.residue) * ids.token_stride + slot * ids.slot_stride;
+  Id loaded[kAhead] = {};
+  std::int32_t found[kAhead];
   MOE_ROLLED
-  for (std::int32_t done = 0; done < num_routes; done += kAhead * warp.lanes) {
-    Id loaded[kAhead];
-    std::int32_t routes[kAhead];
+  for (std::int32_t next = 0;; next += kAhead * warp.lanes) {
+    const std::int32_t now = next - kAhead * warp.lanes;  // what has been loaded
+    for (std::int32_t i = 0; i < kAhead; ++i) found[i] = read(loaded[i], now + i * warp.lanes + warp.lane);
     for (std::int32_t i = 0; i < kAhead; ++i) {
-      loaded[i] = done + i * warp.lanes + warp.lane < num_routes ? ids.ids[offset] : Id{-1};
-      routes[i] = static_cast<std::int32_t>(route);
+      loaded[i] = next + i * warp.lanes + warp.lane < num_routes ? ids.ids[offset] : Id{-1};
       const bool wraps = slot + slots >= top_k;
       slot += slots - (wraps ? top_k : 0);
-      offset += step + (wraps ? wrap : 0);
-      route += route_step + (wraps ? route_wrap : 0);
+      offset += wraps ? wrapped : step;
     }
-    for (std::int32_t i = 0; i < kAhead; ++i) {
-      if (done + i * warp.lanes < num_routes) visit(loaded[i], routes[i]);
+    if (next == 0) {
+      start();
+    } else {
+      for (std::int32_t i = 0; i < kAhead; ++i) {
+        if (now + i * warp.lanes < num_routes) visit(found[i], now + i * warp.lanes + warp.lane);
+      }
     }
+    if (next >= num_routes) return;
   }
 }
 
-// First stage: class_counts, part_counts and part_first_bad. Leaves in shared memory what place_in_parallel needs.
+// First stage: parts, and in shared memory what place_routes needs. Writes no other memory, so that the cluster's
+// barrier has nothing to wait for.
 template <typename Id, typename Block>
-MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job, const ExpertRound& round) {
-  const std::int32_t num_experts = round.count;
+MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job, const SortShared& shared,
+                                       const ExpertRound& round) {
+  const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
+  const std::int32_t warps = block.num_warps / residues;
+  block.phase([&](const Thread& me) {
+    if (me.index != 0) return;
+    *shared.parts.first_bad = kNoBadId;
+    if (round.first == 0) *shared.parts.done = 0;
+  });
+  block.warps([&](const auto& warp) {
+    std::int32_t* counters = shared.counters + warp.index * shared.pitch;
+    const WarpRoutes range = warp_routes(block, job, warp.index);
+    const std::int32_t num_routes = range.ages * job.top_k();
+    std::int32_t* const kept = shared.kept + warp.index * job.warp_routes();
+    std::int32_t first_bad = kNoBadId;
+    walk_routes<8>(
+        job, range, warp, [&] { warp.clear(counters, round.count); },
+        [&](Id id, std::int32_t n) {
+          const std::int32_t expert = round.find(id);
+          if (expert < 0 && n >= 0 && n < first_bad && route_kind(id, job.num_experts) == RouteKind::kBad) first_bad = n;
+          return expert;
+        },
+        [&](std::int32_t expert, std::int32_t n) {
+          const std::int32_t rank = warp.take(counters, expert);
+          if (shared.keeps && n < num_routes) kept[n] = expert < 0 ? -1 : expert << 16 | rank;
+        });
+    if (first_bad != kNoBadId) block.lower(shared.parts.first_bad, route_of(job, range, first_bad));
+  });
+  block.scan(
+      round.count * residues,
+      [&](std::int32_t i) {
+        const std::int32_t* counter = shared.counters + i % residues * warps * shared.pitch + i / residues;
+        std::int32_t sum = 0;
+        for (std::int32_t w = 0; w < warps; ++w) sum += counter[w * shared.pitch];
+        return sum;
+      },
+      [&](std::int32_t i, std::int32_t before) {
+        if (i % residues == 0) shared.parts.begins[i / residues] = before;
+        if (i == round.count * residues) return;
+        std::int32_t* counter = shared.counters + i % residues * warps * shared.pitch + i / residues;
+        for (std::int32_t w = 0; w < warps; ++w) {
+          const std::int32_t count = counter[w * shared.pitch];
+          counter[w * shared.pitch] = before;
+          before += count;
+        }
+      });
+}
+
+// Second stage: class_counts, and from the parts of all blocks where a block's share of each expert begins.
+template <typename Id, typename Block>
+MOE_HOST_DEVICE void join_parts(const Thread& me, const Block& block, const SortJob<Id>& job, const SortShared& shared,
+                                const ExpertRound& round, std::int32_t lasting) {
   const auto all = static_cast<std::int32_t>(kTokenResidues);
   const std::int32_t residues = all / block.count;
   const std::int32_t warps = block.num_warps / residues;
-  const SortShared shared = sort_shared(block, num_experts);
-  block.phase([&](const Thread& me) {
-    me.each(block.num_warps * shared.pitch, [&](std::int32_t i) { shared.counters[i] = 0; });
-    if (me.index != 0) return;
-    *shared.first_bad = kNoBadId;
-    if (round.first == 0) *shared.done = 0;
-  });
-  block.warps([&](const auto& warp) {
-    std::int32_t* counters = shared.counters + warp.index * shared.pitch;
-    std::int32_t first_bad = kNoBadId;
-    walk_routes<8>(job.ids, warp_routes(block, warp.index, job.tokens()), warp, [&](Id id, std::int32_t route) {
-      const std::int32_t expert = round.find(id);
-      if (expert >= 0) {
-        warp.add(counters + expert);
-      } else if (route_kind(id, job.num_experts) == RouteKind::kBad && route < first_bad) {
-        first_bad = route;
-      }
-    });
-    if (first_bad != kNoBadId) block.lower(shared.first_bad, first_bad);
-  });
-  block.phase([&](const Thread& me) {
-    me.each(residues * num_experts, [&](std::int32_t i) {
-      const std::int32_t expert = i / residues;
-      const std::int32_t residue = i % residues;
-      std::int32_t sum = 0;
-      MOE_ROLLED
-      for (std::int32_t w = 0; w < warps; ++w) {
-        std::int32_t& counter = shared.counters[(residue * warps + w) * shared.pitch + expert];
-        const std::int32_t count = counter;
-        counter = sum;
-        sum += count;
-      }
-      shared.class_begins[i] = sum;
-      job.class_counts[(round.first + expert) * all + block.index * residues + residue] = sum;
-    });
-    if (me.index == 0) job.part_first_bad[block.index] = *shared.first_bad;
-  });
-  block.exclusive_sum(shared.class_begins, residues * num_experts);
-  block.phase([&](const Thread& me) {
-    me.each(num_experts, [&](std::int32_t e) {
-      job.part_counts[std::int64_t{block.index} * job.num_experts + round.first + e] =
-          shared.class_begins[(e + 1) * residues] - shared.class_begins[e * residues];
-    });
-  });
-}
-
-// Sends the block's staged routes to their places: each warp a range of them, expert after expert.
-template <typename Id, typename Block>
-MOE_HOST_DEVICE void store_staged(Block& block, const SortJob<Id>& job, const SortShared& shared,
-                                  std::int32_t num_experts) {
-  const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
-  const std::int32_t staged = shared.class_begins[num_experts * residues];
-  const std::int32_t each = ceil_div32(staged, block.num_warps);
-  const auto end_of = [&](std::int32_t expert) { return shared.class_begins[(expert + 1) * residues]; };
-  const auto search = [&](std::int32_t from, std::int32_t place) {
-    return from + first_where(num_experts - from, [&](std::int32_t i) { return end_of(from + i) > place; });
-  };
-  block.warps([&](const auto& warp) {
-    const std::int32_t begin = min32(staged, std::int64_t{warp.index} * each);
-    const std::int32_t end = min32(staged, std::int64_t{begin} + each);
-    std::int32_t expert = search(0, begin + warp.lane);
-    MOE_ROLLED
-    for (std::int32_t place = begin + warp.lane; place < end; place += warp.lanes) {
-      // Mostly the same expert or the next; a search only where experts without routes lie between.
-      if (end_of(expert) <= place) ++expert;
-      if (end_of(expert) <= place) expert = search(expert, place);
-      job.route_order[place + shared.shifts[expert]] = shared.staged[place];
+  me.each(round.count + 1, [&](std::int32_t e) {
+    std::int32_t begin = *shared.parts.done;
+    std::int32_t earlier = 0;  // of this expert, from earlier blocks
+    for (std::int32_t b = 0; b < block.count; ++b) {
+      const std::int32_t* begins = block.peer(b) + (shared.parts.begins - block.shared());
+      const std::int32_t of_block = begins[e];
+      begin += of_block;
+      if (b < block.index && e < round.count) earlier += begins[e + 1] - of_block;
     }
+    shared.begins[e] = begin;
+    if (e < round.count) shared.shifts[e] = begin + earlier - shared.parts.begins[e];
   });
-}
-
-// Second stage: route_order. The part counts of all blocks say where a block's share of each expert begins.
-template <typename Id, typename Block>
-MOE_HOST_DEVICE void place_in_parallel(Block& block, const SortJob<Id>& job, const ExpertRound& round) {
-  const std::int32_t num_experts = round.count;
-  const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
-  const SortShared shared = sort_shared(block, num_experts);
-  block.phase([&](const Thread& me) {
-    me.each(num_experts, [&](std::int32_t e) {
-      std::int32_t sum = 0;
-      std::int32_t before = 0;
-      for (std::int32_t part = 0; part < block.count; ++part) {
-        const std::int32_t count = job.part_counts[std::int64_t{part} * job.num_experts + round.first + e];
-        sum += count;
-        if (part < block.index) before += count;
-      }
-      shared.begins[e] = sum;
-      shared.shifts[e] = before - shared.class_begins[e * residues];
-    });
-  });
-  block.exclusive_sum(shared.begins, num_experts);
-  block.phase([&](const Thread& me) {
-    me.each(num_experts, [&](std::int32_t e) { shared.shifts[e] += *shared.done + shared.begins[e]; });
-  });
-  const bool staged = shared.class_begins[num_experts * residues] <= shared.staged_size;
-  block.warps([&](const auto& warp) {
-    std::int32_t* counters = shared.counters + warp.index * shared.pitch;
-    const WarpRoutes range = warp_routes(block, warp.index, job.tokens());
-    walk_routes<4>(job.ids, range, warp, [&](Id id, std::int32_t route) {
-      const std::int32_t expert = round.find(id);
-      const std::int32_t taken = warp.take(counters, expert);
-      if (expert < 0) return;
-      const std::int32_t place = shared.class_begins[expert * residues + range.block_residue] + taken;
-      if (staged) {
-        shared.staged[place] = route;
-      } else {
-        job.route_order[place + shared.shifts[expert]] = route;
-      }
-    });
-  });
-  if (staged) store_staged(block, job, shared, num_experts);
-  block.phase([&](const Thread& me) {
-    if (!round.last) return;
-    const std::int32_t valid = *shared.done + shared.begins[num_experts];
-    const std::int64_t rest = job.ids.num_tokens * job.ids.top_k - valid;
-    me.each_of_cluster(rest, [&](std::int64_t i) { job.route_order[valid + i] = -1; });
-  });
-  block.phase([&](const Thread& me) {
-    if (me.index == 0 && !round.last) *shared.done += shared.begins[num_experts];
-  });
-}
-
-// After the first stage of any round: the position of the first bad id of all blocks, or kNoBadId.
-MOE_HOST_DEVICE inline std::int32_t first_bad_of(const std::int32_t* part_first_bad, std::int32_t blocks) {
-  std::int32_t first = kNoBadId;
-  for (std::int32_t i = 0; i < blocks; ++i) {
-    if (part_first_bad[i] < first) first = part_first_bad[i];
+  if (me.index == me.count - 1) {
+    std::int32_t first = kNoBadId;
+    for (std::int32_t b = 0; b < block.count; ++b) {
+      const std::int32_t of_block = *shared_parts(const_cast<std::int32_t*>(block.peer(b)), lasting, 0).first_bad;
+      if (of_block < first) first = of_block;
+    }
+    *shared.parts.all_first_bad = first;
+    if (block.index == 0 && job.first_bad != nullptr) *job.first_bad = first == kNoBadId ? -1 : first;
   }
-  return first;
+  // Its first warp has the begin of a class.
+  me.each(residues * round.count, [&](std::int32_t i) {
+    const std::int32_t expert = i / residues, residue = i % residues;
+    const std::int32_t* begin = shared.counters + residue * warps * shared.pitch + expert;
+    const std::int32_t end =
+        residue + 1 < residues ? begin[warps * shared.pitch] : shared.parts.begins[expert + 1];
+    job.class_counts[(round.first + expert) * all + block.index * residues + residue] = end - *begin;
+  });
+}
+
+// Then the block's routes go to their places, by way of shared memory if there is room.
+template <typename Id, typename Block, typename Warp>
+MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const SortJob<Id>& job,
+                                  const SortShared& shared, const ExpertRound& round) {
+  std::int32_t* counters = shared.counters + warp.index * shared.pitch;
+  const WarpRoutes range = warp_routes(block, job, warp.index);
+  const std::int32_t begin = warp.index * job.warp_routes();
+  const auto put = [&](std::int32_t expert, std::int32_t place, std::int32_t n) {
+    if (shared.stages) {
+      shared.staged[place] = static_cast<std::uint16_t>(begin + n);
+    } else {
+      job.route_order[place + shared.shifts[expert]] = route_of(job, range, n);
+    }
+  };
+  if (shared.keeps) {
+    MOE_ROLLED
+    for (std::int32_t n = warp.lane; n < range.ages * job.top_k(); n += warp.lanes) {
+      const std::int32_t found = shared.kept[begin + n];
+      if (found >= 0) put(found >> 16, counters[found >> 16] + (found & 0xffff), n);
+    }
+    return;
+  }
+  walk_routes<4>(
+      job, range, warp, [] {}, [&](Id id, std::int32_t) { return round.find(id); },
+      [&](std::int32_t expert, std::int32_t n) {
+        const std::int32_t place = warp.take(counters, expert);
+        if (expert >= 0) put(expert, place, n);
+      });
+}
+
+// And from there to route_order: each warp a range of places, expert after expert.
+template <typename Id, typename Block, typename Warp>
+MOE_HOST_DEVICE void store_staged(const Warp& warp, const Block& block, const SortJob<Id>& job,
+                                  const SortShared& shared, const ExpertRound& round) {
+  if (!shared.stages) return;
+  const std::int32_t* begins = shared.parts.begins;
+  const std::int32_t staged = begins[round.count];
+  const std::int32_t each = ceil_div32(staged, block.num_warps);
+  const std::int32_t begin = min32(staged, std::int64_t{warp.index} * each);
+  const std::int32_t end = min32(staged, std::int64_t{begin} + each);
+  std::int32_t expert = begin < end ? item_at(begins, round.count, begin) : 0;
+  MOE_ROLLED
+  for (std::int32_t place = begin + warp.lane; place < end; place += warp.lanes) {
+    MOE_ROLLED
+    while (begins[expert + 1] <= place) ++expert;
+    job.route_order[place + shared.shifts[expert]] = route_of(block, job, shared.staged[place]);
+  }
+}
+
+// Behind the last round: -1 in the places that no valid route takes.
+template <typename Id>
+MOE_HOST_DEVICE void fill_rest(const Thread& me, const SortJob<Id>& job, const SortShared& shared,
+                               const ExpertRound& round) {
+  if (!round.last) return;
+  const std::int32_t valid = shared.begins[round.count];
+  const std::int64_t rest = job.ids.num_tokens * job.ids.top_k - valid;
+  me.each_of_cluster(rest, [&](std::int64_t i) { job.route_order[valid + i] = -1; });
 }
 
 }  // namespace moe

@@ -35,7 +35,7 @@ MOE_HOST_DEVICE void sum_positions(Block& block, const RankRoutes& routes, const
     block.phase([&](const Thread& me) {
       me.each(num_experts, [&](std::int32_t e) { positions[e] = scratch.part_counts[rank * routes.num_experts + e]; });
     });
-    block.exclusive_sum(positions, num_experts);
+    exclusive_sum(block, positions, num_experts);
   }
 }
 
@@ -80,8 +80,8 @@ MOE_HOST_DEVICE void merge_in_parallel(Block& block, const PlanJob& job, const R
       runs.positions[(rank * experts + expert) * classes + residue] = count(residue);
     });
   });
-  block.exclusive_sum(runs.rows, runs.count);
-  block.exclusive_sum(runs.positions, runs.count);
+  exclusive_sum(block, runs.rows, runs.count);
+  exclusive_sum(block, runs.positions, runs.count);
   block.phase([&](const Thread& me) {
     const std::int32_t first_row = sums.rows[runs.begin];
     me.each(sums.rows[runs.end] - first_row, [&](std::int32_t i) {

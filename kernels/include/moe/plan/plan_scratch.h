@@ -21,14 +21,18 @@ inline constexpr std::int64_t kMaxRouteExperts = 1024;
 // Columns of prefix sums over local experts, and arrays over segments, see parallel_plan.h.
 inline constexpr std::int64_t kExpertColumns = 6;
 inline constexpr std::int64_t kSegmentArrays = 8;
+// At the begin of shared memory, what lasts as long as the kernel: those columns, and behind them what blocks read from
+// each other, see SharedParts.
+MOE_HOST_DEVICE constexpr std::int64_t plan_lasting_words(std::int64_t local_experts) {
+  return (kExpertColumns + 1) * (local_experts + 1) + 3;
+}
 
 // Views of it.
 struct PlanScratch {
-  std::int32_t* part_counts;     // [parts, E]: routes to each expert by parts: of blocks (own routes) or of ranks
-  std::int32_t* part_first_bad;  // [kPlanBlocks]: first bad id that each block has seen
-  std::int32_t* positions;       // [W, E + 1]: first_position of each rank and expert, then the routes; W > 1
-  std::int32_t* runs;            // per block, runs_per_block: runs of rows with one source; W > 1
-  std::int32_t* segments;        // per block, segments_per_block: arrays over segments that shared memory does not hold
+  std::int32_t* part_counts;  // [W, E]: routes of each rank to each expert
+  std::int32_t* positions;    // [W, E + 1]: first_position of each rank and expert, then the routes; W > 1
+  std::int32_t* runs;         // per block, runs_per_block: runs of rows with one source; W > 1
+  std::int32_t* segments;     // per block, segments_per_block: arrays over segments that shared memory does not hold
   std::int64_t runs_per_block;
   std::int64_t segments_per_block;
   std::int64_t size;  // of all, in int32
@@ -37,26 +41,23 @@ struct PlanScratch {
 MOE_HOST_DEVICE constexpr PlanScratch plan_scratch(std::int32_t* begin, const Problem& p,
                                                    std::int64_t shared_words = kPlanSharedWords) {
   const std::int64_t local = p.local_experts();
-  const std::int64_t parts = p.num_ranks > kPlanBlocks ? p.num_ranks : kPlanBlocks;
   const std::int64_t runs = p.num_ranks > 1 ? 2 * (ceil_div(local, kPlanBlocks) * kTokenResidues * p.num_ranks + 1) : 0;
   const std::int64_t segments = kSegmentArrays * (p.max_row_tiles() + 1);
-  const bool fits = kExpertColumns * (local + 1) + segments <= shared_words;
+  const bool fits = plan_lasting_words(local) + segments <= shared_words;
   PlanScratch scratch{};
   scratch.runs_per_block = runs;
   scratch.segments_per_block = fits ? 0 : segments;
-  const std::int64_t sizes[] = {parts * p.num_experts, kPlanBlocks,
-                                p.num_ranks > 1 ? p.num_ranks * (p.num_experts + 1) : 0, kPlanBlocks * runs,
-                                kPlanBlocks * scratch.segments_per_block};
-  std::int32_t* arrays[5] = {};
-  for (int i = 0; i < 5; ++i) {
+  const std::int64_t sizes[] = {p.num_ranks * p.num_experts, p.num_ranks > 1 ? p.num_ranks * (p.num_experts + 1) : 0,
+                                kPlanBlocks * runs, kPlanBlocks * scratch.segments_per_block};
+  std::int32_t* arrays[4] = {};
+  for (int i = 0; i < 4; ++i) {
     arrays[i] = begin == nullptr ? nullptr : begin + scratch.size;
     scratch.size += sizes[i];
   }
   scratch.part_counts = arrays[0];
-  scratch.part_first_bad = arrays[1];
-  scratch.positions = arrays[2];
-  scratch.runs = arrays[3];
-  scratch.segments = arrays[4];
+  scratch.positions = arrays[1];
+  scratch.runs = arrays[2];
+  scratch.segments = arrays[3];
   return scratch;
 }
 

@@ -28,38 +28,8 @@ struct SerialWarp {
   std::int32_t lane = 0;
   std::int32_t lanes = 1;
 
-  void add(std::int32_t* counter) const { ++*counter; }
-  std::int32_t take(std::int32_t* counters, std::int32_t key) const { return key < 0 ? -1 : counters[key]++; }
-};
-
-class SerialBlock {
- public:
-  SerialBlock(const SerialTeam& team, std::int32_t block, std::int32_t* memory, std::mt19937_64& random)
-      : index(block),
-        count(team.num_blocks),
-        num_warps(team.num_warps),
-        shared(memory),
-        shared_words(team.shared_words),
-        num_threads_(team.num_threads),
-        random_(random) {}
-
-  const std::int32_t index;
-  const std::int32_t count;
-  const std::int32_t num_warps;
-  std::int32_t* const shared;
-  const std::int32_t shared_words;
-
-  template <typename Function>
-  void phase(Function function) {
-    for (const std::int32_t thread : shuffled(num_threads_, random_)) {
-      function(Thread{thread, num_threads_, index * num_threads_ + thread, count * num_threads_});
-    }
-  }
-  template <typename Function>
-  void warps(Function function) {
-    for (const std::int32_t warp : shuffled(num_warps, random_)) function(SerialWarp{warp});
-  }
-  void exclusive_sum(std::int32_t* values, std::int32_t n) {
+  void clear(std::int32_t* values, std::int32_t n) const { std::fill(values, values + n, 0); }
+  void exclusive_sum(std::int32_t* values, std::int32_t n) const {
     std::int32_t sum = 0;
     for (std::int32_t i = 0; i <= n; ++i) {
       const std::int32_t before = sum;
@@ -67,8 +37,53 @@ class SerialBlock {
       values[i] = before;
     }
   }
-  void exclusive_sums(std::int32_t* values, std::int32_t pitch, std::int32_t columns, std::int32_t n) {
-    for (std::int32_t c = 0; c < columns; ++c) exclusive_sum(values + c * pitch, n);
+  std::int32_t take(std::int32_t* counters, std::int32_t key) const { return key < 0 ? -1 : counters[key]++; }
+};
+
+class SerialBlock {
+ public:
+  using Memory = std::vector<std::vector<std::int32_t>>;
+
+  SerialBlock(const SerialTeam& team, std::int32_t block, Memory& memory, std::mt19937_64& random)
+      : index(block),
+        count(team.num_blocks),
+        num_warps(team.num_warps),
+        shared_words(team.shared_words),
+        num_threads_(team.num_threads),
+        memory_(memory),
+        random_(random) {}
+
+  const std::int32_t index;
+  const std::int32_t count;
+  const std::int32_t num_warps;
+  const std::int32_t shared_words;
+
+  std::int32_t* shared() const { return memory_[static_cast<std::size_t>(index)].data(); }
+  const std::int32_t* peer(std::int32_t block) const { return memory_[static_cast<std::size_t>(block)].data(); }
+
+  template <typename Function>
+  void phase(Function function) {
+    phase(function, [](const SerialWarp&) {});
+  }
+  template <typename Function>
+  void warps(Function function) {
+    phase([](const Thread&) {}, function);
+  }
+  template <typename ThreadFunction, typename WarpFunction>
+  void phase(ThreadFunction of_thread, WarpFunction of_warp) {
+    for (const std::int32_t i : shuffled(num_threads_ + num_warps, random_)) {
+      if (i < num_threads_) {
+        of_thread(Thread{i, num_threads_, index * num_threads_ + i, count * num_threads_});
+      } else {
+        of_warp(SerialWarp{i - num_threads_});
+      }
+    }
+  }
+  template <typename Value, typename Put>
+  void scan(std::int32_t n, Value value, Put put) {
+    std::vector<std::int32_t> before(1, 0);
+    for (std::int32_t i = 0; i < n; ++i) before.push_back(before.back() + value(i));
+    for (const std::int32_t i : shuffled(n + 1, random_)) put(i, before[static_cast<std::size_t>(i)]);
   }
   void lower(std::int32_t* address, std::int32_t value) { *address = std::min(*address, value); }
 
@@ -81,6 +96,7 @@ class SerialBlock {
 
  private:
   std::int32_t num_threads_;
+  Memory& memory_;
   std::mt19937_64& random_;
 };
 
@@ -94,7 +110,7 @@ class SerialCluster {
   template <typename Function>
   void stage(Function function) {
     for (const std::int32_t index : SerialBlock::shuffled(team_.num_blocks, random_)) {
-      SerialBlock block(team_, index, shared_[static_cast<std::size_t>(index)].data(), random_);
+      SerialBlock block(team_, index, shared_, random_);
       function(block);
     }
   }
@@ -102,7 +118,7 @@ class SerialCluster {
  private:
   SerialTeam team_;
   std::mt19937_64 random_;
-  std::vector<std::vector<std::int32_t>> shared_;
+  SerialBlock::Memory shared_;
 };
 
 }  // namespace moe

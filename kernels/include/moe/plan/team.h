@@ -7,14 +7,17 @@
 // stage is a run of phases with a barrier of the cluster behind it. A Block has
 //  - index, count: which of the cluster's blocks it is, and of how many; count divides 64
 //  - num_warps: a multiple of 64 / count
-//  - shared, shared_words: int32 memory of the block
+//  - shared(), shared_words: int32 memory of the block
+//  - peer(b): the same of another block; what it held at the last barrier of the cluster may be read until the next
 //  - phase(f): f(Thread) by every thread
 //  - warps(f): f(Warp) by every warp, all of its lanes together
-//  - exclusive_sum(values, n): puts exclusive prefix sums in the place of n values, and their total behind them, at [n]
-//  - exclusive_sums(values, pitch, columns, n): the same for columns at values + c * pitch, at most as many as warps
+//  - phase(f, g): both in one phase, f(Thread) and g(Warp)
+//  - scan(n, value, put): put(i, sum of value(j) for j < i) for every i in [0, n]. value(i) may be called again after
+//    puts of other items
 //  - lower(address, value): atomic minimum
 // and a Warp has index, lane, lanes, and
-//  - add(counter): atomic increment
+//  - clear(values, n): zeroes n values for what the warp does next
+//  - exclusive_sum(values, n): puts exclusive prefix sums in the place of n values, and their total behind them, at [n]
 //  - take(counters, key): counters[key] as this lane finds it when the lanes increment it one after the other; lanes
 //    with key -1 do nothing. The counters are this warp's alone
 #pragma once
@@ -78,6 +81,33 @@ MOE_HOST_DEVICE inline std::int32_t item_at(const std::int32_t* begins, std::int
 MOE_HOST_DEVICE constexpr std::int32_t ceil_div32(std::int32_t a, std::int32_t b) { return a / b + (a % b != 0); }
 MOE_HOST_DEVICE constexpr std::int32_t min32(std::int64_t a, std::int64_t b) {
   return static_cast<std::int32_t>(a < b ? a : b);
+}
+
+// Puts exclusive prefix sums in the place of n values, and their total behind them, at [n].
+template <typename Block>
+MOE_HOST_DEVICE void exclusive_sum(Block& block, std::int32_t* values, std::int32_t n) {
+  block.scan(
+      n, [&](std::int32_t i) { return values[i]; }, [&](std::int32_t i, std::int32_t before) { values[i] = before; });
+}
+
+// n / d for 0 <= n < 2^31 as a product and a shift: the divisor is known before the launch, and a division costs more
+// than what it is needed for. With 2^(k - 1) < d <= 2^k the factor exceeds 2^(31 + k) / d by at most 1, which adds less
+// than n / 2^(31 + k) < 1 / d to the quotient.
+struct Divisor {
+  std::uint32_t factor;
+  std::int32_t shift;
+
+  MOE_HOST_DEVICE constexpr std::int32_t divide(std::int32_t n) const {
+    return static_cast<std::int32_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(n)) * factor >> shift);
+  }
+};
+
+// Requires 1 <= d < 2^31.
+MOE_HOST_DEVICE constexpr Divisor divisor(std::int32_t d) {
+  std::int32_t shift = 31;
+  while (std::int64_t{1} << (shift - 31) < d) ++shift;
+  const std::uint64_t factor = (std::uint64_t{1} << shift) / static_cast<std::uint64_t>(d) + 1;
+  return {static_cast<std::uint32_t>(factor), shift};
 }
 
 }  // namespace moe
