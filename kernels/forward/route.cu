@@ -145,7 +145,7 @@ cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
   sort.route_order = arguments.memory.route_order;
   sort.class_counts = arguments.memory.class_counts;
   sort.first_bad = arguments.first_bad;
-  set_walks(sort, static_cast<std::int32_t>(kPlanBlocks), kRouteWarps);
+  set_walks(sort, static_cast<std::int32_t>(kPlanBlocks), kRouteWarps, kLanes);
   return launch(route_kernel<Id>, stream, sort, plan, route_end(arguments));
 }
 

@@ -241,7 +241,7 @@ void run_own(Case& c, const Sorted& expected, std::int64_t bad_fill, bool with_p
   sort.class_counts = counts.data();
   std::int64_t first_bad = kUnwritten;
   sort.first_bad = &first_bad;
-  moe::set_walks(sort, c.team.num_blocks, c.team.num_warps);
+  moe::set_walks(sort, c.team.num_blocks, c.team.num_warps, 1);
   if (!with_plan) memory.job.sizes = nullptr;
   moe::SerialCluster cluster(c.team);
   moe::plan_own_routes(cluster, sort, memory.job);
@@ -328,7 +328,7 @@ void test_lanes_walk_in_order() {
       std::iota(ids.begin(), ids.end(), 0);
       moe::SortJob<std::int64_t> job{};
       job.ids = {ids.data(), tokens, top_k, top_k, 1};
-      moe::set_walks(job, 8, 8);
+      moe::set_walks(job, 8, 8, 32);
       const moe::WarpRoutes range{7, 3, ages};
       std::vector<std::vector<std::int64_t>> by_lane;
       for (std::int32_t lane = 0; lane < 32; ++lane) {

@@ -25,24 +25,37 @@ struct SortJob {
   std::int32_t* class_counts;    // as in RouteSort
   std::int64_t* first_bad;       // [1]: position of the first bad id, or -1; or null
   // see set_walks
-  std::int32_t warp_ages;  // t div 64 that a warp walks, at most
-  Divisor by_warp_routes;  // by its routes, at most
+  std::int32_t warp_ages;     // t div 64 that a warp walks, at most
+  std::int32_t block_routes;  // routes that a block walks, at most; kMaxRoutes if there are more
+  Divisor by_warp_routes;     // by the routes of a warp, at most
   Divisor by_top_k;
+  // A lane goes from (age, slot) to as many routes further as there are lanes: this many slots and as much in memory,
+  // or, if there are not so many slots left, top_k slots less and as much as `wrapped`.
+  std::int32_t slot_step;
+  std::int64_t step;
+  std::int64_t wrapped;
 
   MOE_HOST_DEVICE std::int32_t tokens() const { return static_cast<std::int32_t>(ids.num_tokens); }
   MOE_HOST_DEVICE std::int32_t top_k() const { return static_cast<std::int32_t>(ids.top_k); }
   MOE_HOST_DEVICE std::int32_t warp_routes() const { return warp_ages * top_k(); }
 };
 
-// Deals the tokens of `job` to blocks of this many warps. On the host, before the launch.
+// Deals the tokens of `job` to blocks of this many warps. On the host, before the launch: a block that begins with cold
+// caches pays for everything that it works out before its first loads.
 template <typename Id>
-MOE_HOST_DEVICE constexpr void set_walks(SortJob<Id>& job, std::int32_t num_blocks, std::int32_t num_warps) {
+MOE_HOST_DEVICE constexpr void set_walks(SortJob<Id>& job, std::int32_t num_blocks, std::int32_t num_warps,
+                                         std::int32_t lanes) {
   const auto residues = static_cast<std::int32_t>(kTokenResidues);
-  const auto top_k = static_cast<std::int32_t>(job.ids.top_k);
-  const std::int32_t ages = ceil_div32(static_cast<std::int32_t>(job.ids.num_tokens), residues);
+  const RouteIds<Id>& ids = job.ids;
+  const auto top_k = static_cast<std::int32_t>(ids.top_k);
+  const std::int32_t ages = ceil_div32(static_cast<std::int32_t>(ids.num_tokens), residues);
   job.warp_ages = ceil_div32(ages, num_warps / (residues / num_blocks));
-  job.by_warp_routes = divisor(job.warp_ages > 0 ? job.warp_ages * top_k : 1);
+  job.block_routes = min32(std::int64_t{num_warps} * job.warp_routes(), kMaxRoutes);
+  job.by_warp_routes = divisor(job.warp_ages > 0 ? job.warp_routes() : 1);
   job.by_top_k = divisor(top_k);
+  job.slot_step = lanes % top_k;
+  job.step = lanes / top_k * kTokenResidues * ids.token_stride + job.slot_step * ids.slot_stride;
+  job.wrapped = job.step + kTokenResidues * ids.token_stride - top_k * ids.slot_stride;
 }
 
 // What blocks read from each other, at the same place in the shared memory of each. It lasts as long as the kernel.
@@ -92,8 +105,8 @@ MOE_HOST_DEVICE SortShared sort_shared(const Block& block, const SortJob<Id>& jo
   shared.counters = shared.shifts + num_experts;
   std::int32_t* const free = shared.counters + block.num_warps * shared.pitch;
   const std::int32_t words = block.shared_words - static_cast<std::int32_t>(free - block.shared());
-  const std::int64_t routes = std::int64_t{block.num_warps} * job.warp_routes();
-  const std::int64_t staged_words = routes / 2 + 1;
+  const std::int32_t routes = job.block_routes;
+  const std::int32_t staged_words = routes / 2 + 1;
   shared.kept = free;
   shared.staged = reinterpret_cast<std::uint16_t*>(free + (routes <= words - staged_words ? routes : 0));
   shared.stages = routes <= kMost && staged_words <= words;
@@ -165,11 +178,7 @@ MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range
   const RouteIds<Id>& ids = job.ids;
   const std::int32_t top_k = job.top_k();
   const std::int32_t num_routes = range.ages * top_k;
-  // A lane goes from (age, slot) to as many routes further as there are lanes, in steps that need no product; beyond
-  // the end the sums mean nothing.
-  const std::int32_t ages = job.by_top_k.divide(warp.lanes), slots = warp.lanes - ages * top_k;
-  const std::int64_t step = ages * kAge * ids.token_stride + slots * ids.slot_stride;
-  const std::int64_t wrapped = step + kAge * ids.token_stride - top_k * ids.slot_stride;
+  // Beyond the end the sums mean nothing.
   const std::int32_t age = job.by_top_k.divide(warp.lane);
   std::int32_t slot = warp.lane - age * top_k;
   std::int64_t offset =
@@ -182,9 +191,10 @@ MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range
     for (std::int32_t i = 0; i < kAhead; ++i) found[i] = read(loaded[i], now + i * warp.lanes + warp.lane);
     for (std::int32_t i = 0; i < kAhead; ++i) {
       loaded[i] = next + i * warp.lanes + warp.lane < num_routes ? ids.ids[offset] : Id{-1};
-      const bool wraps = slot + slots >= top_k;
-      slot += slots - (wraps ? top_k : 0);
-      offset += wraps ? wrapped : step;
+      slot += job.slot_step;
+      const bool wraps = slot >= top_k;
+      slot -= wraps ? top_k : 0;
+      offset += wraps ? job.wrapped : job.step;
     }
     if (next == 0) {
       start();
