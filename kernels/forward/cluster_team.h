@@ -51,9 +51,9 @@ struct ClusterWarp {
   MOE_HOST_DEVICE std::int32_t take([[maybe_unused]] std::int32_t* counters, [[maybe_unused]] std::int32_t key) const {
 #if defined(__CUDA_ARCH__)
     const unsigned same = __match_any_sync(~0u, key);
-    const std::int32_t taken = key < 0 ? 0 : counters[key] + __popc(same & ((1u << lane) - 1));
+    const std::int32_t taken = counters[key] + __popc(same & ((1u << lane) - 1));
     __syncwarp();  // all lanes have read what the last of them now replaces
-    if (key >= 0 && same >> lane == 1) counters[key] = taken + 1;
+    if (same >> lane == 1) counters[key] = taken + 1;
     __syncwarp();
     return taken;
 #else

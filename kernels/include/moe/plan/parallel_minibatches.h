@@ -101,8 +101,8 @@ MOE_HOST_DEVICE inline std::int32_t down_before(const ExpertSums& sums, const Pl
   return sums.down[place.expert] + place.index * shape.segment_down;
 }
 
-// Where the minibatch that begins with segment `first` ends: behind the first segment that completes `enough` tasks, or with
-// the last if what is left there is less than a minibatch.
+// Where the minibatch that begins with segment `first` ends: behind the first segment that completes `enough` tasks, or
+// with the last if what is left there is less than a minibatch.
 MOE_HOST_DEVICE inline std::int32_t minibatch_end(const ExpertSums& sums, const PlanShape& shape,
                                                   const SegmentPlace& first) {
   const std::int32_t all = sums.gate_up[sums.experts];

@@ -26,8 +26,9 @@ struct SortJob {
   std::int64_t* first_bad;       // [1]: position of the first bad id, or -1; or null
   // see set_walks
   std::int32_t warp_ages;     // t div 64 that a warp walks, at most
-  std::int32_t block_routes;  // routes that a block walks, at most; kMaxRoutes if there are more
-  Divisor by_warp_routes;     // by the routes of a warp, at most
+  std::int32_t warp_routes;   // numbers of routes that a warp has: as many as it walks at most, in whole steps
+  std::int32_t block_routes;  // and a block; kMaxRoutes if there are more
+  Divisor by_warp_routes;
   Divisor by_top_k;
   // A lane goes from (age, slot) to as many routes further as there are lanes: this many slots and as much in memory,
   // or, if there are not so many slots left, top_k slots less and as much as `wrapped`.
@@ -37,7 +38,6 @@ struct SortJob {
 
   MOE_HOST_DEVICE std::int32_t tokens() const { return static_cast<std::int32_t>(ids.num_tokens); }
   MOE_HOST_DEVICE std::int32_t top_k() const { return static_cast<std::int32_t>(ids.top_k); }
-  MOE_HOST_DEVICE std::int32_t warp_routes() const { return warp_ages * top_k(); }
 };
 
 // Deals the tokens of `job` to blocks of this many warps. On the host, before the launch: a block that begins with cold
@@ -50,8 +50,9 @@ MOE_HOST_DEVICE constexpr void set_walks(SortJob<Id>& job, std::int32_t num_bloc
   const auto top_k = static_cast<std::int32_t>(ids.top_k);
   const std::int32_t ages = ceil_div32(static_cast<std::int32_t>(ids.num_tokens), residues);
   job.warp_ages = ceil_div32(ages, num_warps / (residues / num_blocks));
-  job.block_routes = min32(std::int64_t{num_warps} * job.warp_routes(), kMaxRoutes);
-  job.by_warp_routes = divisor(job.warp_ages > 0 ? job.warp_routes() : 1);
+  job.warp_routes = min32(round_up(std::int64_t{job.warp_ages} * top_k, lanes), kMaxRoutes);
+  job.block_routes = min32(std::int64_t{num_warps} * job.warp_routes, kMaxRoutes);
+  job.by_warp_routes = divisor(job.warp_routes > 0 ? job.warp_routes : 1);
   job.by_top_k = divisor(top_k);
   job.slot_step = lanes % top_k;
   job.step = lanes / top_k * kTokenResidues * ids.token_stride + job.slot_step * ids.slot_stride;
@@ -83,9 +84,11 @@ struct SortShared {
   SharedParts parts;
   std::int32_t* begins;    // [E + 1]: first position of each expert in route_order
   std::int32_t* shifts;    // [E]: from the block's order to route_order
-  std::int32_t* counters;  // [warps, pitch]: of each expert, the warp's routes; then where they begin in the block
+  // [warps, pitch]: of each expert, the warp's routes; then where they begin in the block. Behind the experts stands
+  // what counts the routes to none of them.
+  std::int32_t* counters;
   std::int32_t pitch;      // odd, so that the residues of one expert lie in different banks
-  // By number in the block (route_of), what the walk has found: expert * 2^16 + rank in the warp, or -1.
+  // By number in the block (route_of), what the walk has found: expert * 2^16 + rank in the warp.
   std::int32_t* kept;
   // The block's routes in order, by number in the block, so that the way out of here is coalesced.
   std::uint16_t* staged;
@@ -99,7 +102,7 @@ MOE_HOST_DEVICE SortShared sort_shared(const Block& block, const SortJob<Id>& jo
   constexpr std::int32_t kMost = 1 << 16;
   SortShared shared{};
   shared.parts = shared_parts(block.shared(), lasting, num_experts);
-  shared.pitch = num_experts | 1;
+  shared.pitch = (num_experts + 1) | 1;
   shared.begins = shared.parts.end;
   shared.shifts = shared.begins + num_experts + 1;
   shared.counters = shared.shifts + num_experts;
@@ -120,10 +123,11 @@ struct ExpertRound {
   std::int32_t count;
   bool last;
 
-  // Which of them `id` is, or -1.
+  // Which of them `id` is, or `count`.
   template <typename Id>
   MOE_HOST_DEVICE std::int32_t find(Id id) const {
-    return id >= first && id - first < count ? static_cast<std::int32_t>(id - first) : -1;
+    const std::uint64_t index = static_cast<std::uint64_t>(std::int64_t{id}) - static_cast<std::uint64_t>(first);
+    return index < static_cast<std::uint64_t>(count) ? static_cast<std::int32_t>(index) : count;
   }
 };
 
@@ -164,13 +168,13 @@ MOE_HOST_DEVICE std::int32_t route_of(const SortJob<Id>& job, const WarpRoutes& 
 template <typename Id, typename Block>
 MOE_HOST_DEVICE std::int32_t route_of(const Block& block, const SortJob<Id>& job, std::int32_t n) {
   const std::int32_t warp = job.by_warp_routes.divide(n);
-  return route_of(job, warp_routes(block, job, warp), n - warp * job.warp_routes());
+  return route_of(job, warp_routes(block, job, warp), n - warp * job.warp_routes);
 }
 
-// Calls visit(id as read(id) has it, n) for the routes of a warp, as many at a time as it has lanes. Every lane makes
-// the same number of calls; those past the end get id -1, which is that of a dropped route. Ids are loaded kAhead steps
-// together and while the ones before are visited, because nothing else hides the memory's latency; start() is called
-// behind the first loads.
+// Calls visit(id as read(id, n) has it, n) for the routes of a warp, as many at a time as it has lanes. Every lane makes
+// the same number of calls; those past the end read id -1, which is that of a dropped route. Ids are loaded kAhead
+// steps together and while the ones before are visited, because nothing else hides the memory's latency; start() is
+// called behind the first loads.
 template <std::int32_t kAhead, typename Id, typename Warp, typename Start, typename Read, typename Visit>
 MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range, const Warp& warp, Start start,
                                  Read read, Visit visit) {
@@ -184,17 +188,28 @@ MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range
   std::int64_t offset =
       ((range.begin + age) * std::int64_t{kAge} + range.residue) * ids.token_stride + slot * ids.slot_stride;
   Id loaded[kAhead] = {};
-  std::int32_t found[kAhead];
+  std::int32_t found[kAhead] = {};
   MOE_ROLLED
   for (std::int32_t next = 0;; next += kAhead * warp.lanes) {
     const std::int32_t now = next - kAhead * warp.lanes;  // what has been loaded
-    for (std::int32_t i = 0; i < kAhead; ++i) found[i] = read(loaded[i], now + i * warp.lanes + warp.lane);
-    for (std::int32_t i = 0; i < kAhead; ++i) {
-      loaded[i] = next + i * warp.lanes + warp.lane < num_routes ? ids.ids[offset] : Id{-1};
-      slot += job.slot_step;
-      const bool wraps = slot >= top_k;
-      slot -= wraps ? top_k : 0;
-      offset += wraps ? job.wrapped : job.step;
+    if (next > 0) {
+      for (std::int32_t i = 0; i < kAhead; ++i) found[i] = read(loaded[i], now + i * warp.lanes + warp.lane);
+    }
+    const auto load = [&](auto advance) {
+      for (std::int32_t i = 0; i < kAhead; ++i) {
+        loaded[i] = next + i * warp.lanes + warp.lane < num_routes ? ids.ids[offset] : Id{-1};
+        advance();
+      }
+    };
+    if (job.slot_step == 0) {
+      load([&] { offset += job.step; });
+    } else {
+      load([&] {
+        slot += job.slot_step;
+        const bool wraps = slot >= top_k;
+        slot -= wraps ? top_k : 0;
+        offset += wraps ? job.wrapped : job.step;
+      });
     }
     if (next == 0) {
       start();
@@ -205,6 +220,11 @@ MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range
     }
     if (next >= num_routes) return;
   }
+}
+
+// Whether route_kind is kBad, in one comparison: only -1 and the valid ids are at most num_experts when one is added.
+MOE_HOST_DEVICE constexpr bool is_bad(std::int64_t id, std::int32_t num_experts) {
+  return static_cast<std::uint64_t>(id) + 1 > static_cast<std::uint64_t>(num_experts);
 }
 
 // First stage: parts, and in shared memory what place_routes needs. Writes no other memory, so that the cluster's
@@ -222,19 +242,18 @@ MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job, con
   block.warps([&](const auto& warp) {
     std::int32_t* counters = shared.counters + warp.index * shared.pitch;
     const WarpRoutes range = warp_routes(block, job, warp.index);
-    const std::int32_t num_routes = range.ages * job.top_k();
-    std::int32_t* const kept = shared.kept + warp.index * job.warp_routes();
+    std::int32_t* const kept = shared.kept + warp.index * job.warp_routes;
     std::int32_t first_bad = kNoBadId;
     walk_routes<8>(
-        job, range, warp, [&] { warp.clear(counters, round.count); },
+        job, range, warp, [&] { warp.clear(counters, round.count + 1); },
         [&](Id id, std::int32_t n) {
           const std::int32_t expert = round.find(id);
-          if (expert < 0 && n >= 0 && n < first_bad && route_kind(id, job.num_experts) == RouteKind::kBad) first_bad = n;
+          if (is_bad(id, job.num_experts) && n < first_bad) first_bad = n;
           return expert;
         },
         [&](std::int32_t expert, std::int32_t n) {
           const std::int32_t rank = warp.take(counters, expert);
-          if (shared.keeps && n < num_routes) kept[n] = expert < 0 ? -1 : expert << 16 | rank;
+          if (shared.keeps) kept[n] = expert << 16 | rank;
         });
     if (first_bad != kNoBadId) block.lower(shared.parts.first_bad, route_of(job, range, first_bad));
   });
@@ -290,8 +309,7 @@ MOE_HOST_DEVICE void join_parts(const Thread& me, const Block& block, const Sort
   me.each(residues * round.count, [&](std::int32_t i) {
     const std::int32_t expert = i / residues, residue = i % residues;
     const std::int32_t* begin = shared.counters + residue * warps * shared.pitch + expert;
-    const std::int32_t end =
-        residue + 1 < residues ? begin[warps * shared.pitch] : shared.parts.begins[expert + 1];
+    const std::int32_t end = residue + 1 < residues ? begin[warps * shared.pitch] : shared.parts.begins[expert + 1];
     job.class_counts[(round.first + expert) * all + block.index * residues + residue] = end - *begin;
   });
 }
@@ -302,7 +320,7 @@ MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const So
                                   const SortShared& shared, const ExpertRound& round) {
   std::int32_t* counters = shared.counters + warp.index * shared.pitch;
   const WarpRoutes range = warp_routes(block, job, warp.index);
-  const std::int32_t begin = warp.index * job.warp_routes();
+  const std::int32_t begin = warp.index * job.warp_routes;
   const auto put = [&](std::int32_t expert, std::int32_t place, std::int32_t n) {
     if (shared.stages) {
       shared.staged[place] = static_cast<std::uint16_t>(begin + n);
@@ -314,7 +332,7 @@ MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const So
     MOE_ROLLED
     for (std::int32_t n = warp.lane; n < range.ages * job.top_k(); n += warp.lanes) {
       const std::int32_t found = shared.kept[begin + n];
-      if (found >= 0) put(found >> 16, counters[found >> 16] + (found & 0xffff), n);
+      if (found >> 16 < round.count) put(found >> 16, counters[found >> 16] + (found & 0xffff), n);
     }
     return;
   }
@@ -322,7 +340,7 @@ MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const So
       job, range, warp, [] {}, [&](Id id, std::int32_t) { return round.find(id); },
       [&](std::int32_t expert, std::int32_t n) {
         const std::int32_t place = warp.take(counters, expert);
-        if (expert >= 0) put(expert, place, n);
+        if (expert < round.count) put(expert, place, n);
       });
 }
 
