@@ -357,8 +357,9 @@ MOE_HOST_DEVICE void store_staged(const Warp& warp, const Block& block, const So
   std::int32_t expert = begin < end ? item_at(begins, round.count, begin) : 0;
   MOE_ROLLED
   for (std::int32_t place = begin + warp.lane; place < end; place += warp.lanes) {
-    MOE_ROLLED
-    while (begins[expert + 1] <= place) ++expert;
+    // Mostly the same expert or the next; a search only where experts without routes lie between.
+    if (begins[expert + 1] <= place) ++expert;
+    if (begins[expert + 1] <= place) expert = item_at(begins, round.count, place);
     job.route_order[place + shared.shifts[expert]] = route_of(block, job, shared.staged[place]);
   }
 }
