@@ -22,13 +22,13 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def scratch_words(config: PlanConfig, local: int, tiles: int) -> int:
-    """Counts by block or rank, bad ids; with several ranks positions and runs; segments that are too many to share."""
+    """Counts by rank; with several ranks positions and runs; segments that are too many for shared memory."""
     p = config.problem
-    words = max(p.num_ranks, PLAN_BLOCKS) * p.num_experts + PLAN_BLOCKS
+    words = p.num_ranks * p.num_experts
     if p.num_ranks > 1:
         words += p.num_ranks * (p.num_experts + 1)
         words += PLAN_BLOCKS * 2 * (ceil_div(local, PLAN_BLOCKS) * 64 * p.num_ranks + 1)
-    if 6 * (local + 1) + 8 * (tiles + 1) > SHARED_WORDS:
+    if 7 * (local + 1) + 3 + 8 * (tiles + 1) > SHARED_WORDS:
         words += PLAN_BLOCKS * 8 * (tiles + 1)
     return words
 
