@@ -17,8 +17,8 @@ constexpr int kRouteSharedBytes = static_cast<int>(kPlanSharedWords * sizeof(std
 // What the last thread tells others.
 struct RouteEnd {
   LaunchState* launch;
-  StepStatus* status;       // or null
-  LogRecord* log;           // or null
+  StepStatus* status;  // or null
+  LogRecord* log;      // or null
   std::int64_t log_capacity;
   unsigned long long* log_size;
 };

@@ -82,9 +82,11 @@ def test_the_first_of_several_failed_steps_is_reported(backend: str) -> None:
     good = on_device(make_inputs(random_routing(40, 4, 2)))
     with torch.no_grad():
         expected = good.call(backend=backend)
-        torch.cuda._sleep(20_000_000)  # so that the host has called again before the first has run
-        first = with_ids(good, {(3, 0): 4}).call(backend=backend)
-        second = with_ids(good, {(1, 1): 5}).call(backend=backend)
+        broken, broken_too = with_ids(good, {(3, 0): 4}), with_ids(good, {(1, 1): 5})
+        torch.cuda.synchronize()
+        torch.cuda._sleep(40_000_000)  # so that the host has called again before the first has run
+        first = broken.call(backend=backend)
+        second = broken_too.call(backend=backend)
         between = good.call(backend=backend)
         with pytest.raises(RoutingError, match=r"got 4 at topk_idx\[3, 0\]"):
             moe_megakernel.check_errors()

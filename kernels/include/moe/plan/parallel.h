@@ -28,9 +28,8 @@ MOE_HOST_DEVICE void plan_own_routes(Cluster& cluster, const SortJob<Id>& sort, 
   MOE_ROLLED
   for (std::int32_t first = 0; first < sort.num_experts; first += sort.experts_at_once) {
     const ExpertRound round = expert_round(sort, first);
-    cluster.stage([&](auto& block) {
-      count_in_parallel(block, sort, sort_shared(block, sort, lasting, round.count), round);
-    });
+    cluster.stage(
+        [&](auto& block) { count_in_parallel(block, sort, sort_shared(block, sort, lasting, round.count), round); });
     cluster.stage([&](auto& block) {
       const SortShared shared = sort_shared(block, sort, lasting, round.count);
       const ExpertSums sums = expert_sums(block, plan.shape);

@@ -82,12 +82,12 @@ MOE_HOST_DEVICE inline SharedParts shared_parts(std::int32_t* shared, std::int32
 // A block's shared memory during the sort.
 struct SortShared {
   SharedParts parts;
-  std::int32_t* begins;    // [E + 1]: first position of each expert in route_order
-  std::int32_t* shifts;    // [E]: from the block's order to route_order
+  std::int32_t* begins;  // [E + 1]: first position of each expert in route_order
+  std::int32_t* shifts;  // [E]: from the block's order to route_order
   // [warps, pitch]: of each expert, the warp's routes; then where they begin in the block. Behind the experts stands
   // what counts the routes to none of them.
   std::int32_t* counters;
-  std::int32_t pitch;      // odd, so that the residues of one expert lie in different banks
+  std::int32_t pitch;  // odd, so that the residues of one expert lie in different banks
   // By number in the block (route_of), what the walk has found: expert * 2^16 + rank in the warp.
   std::int32_t* kept;
   // The block's routes in order, by number in the block, so that the way out of here is coalesced.
@@ -171,10 +171,10 @@ MOE_HOST_DEVICE std::int32_t route_of(const Block& block, const SortJob<Id>& job
   return route_of(job, warp_routes(block, job, warp), n - warp * job.warp_routes);
 }
 
-// Calls visit(id as read(id, n) has it, n) for the routes of a warp, as many at a time as it has lanes. Every lane makes
-// the same number of calls; those past the end read id -1, which is that of a dropped route. Ids are loaded kAhead
-// steps together and while the ones before are visited, because nothing else hides the memory's latency; start() is
-// called behind the first loads.
+// Calls visit(id as read(id, n) has it, n) for the routes of a warp, as many at a time as it has lanes. Every lane
+// makes the same number of calls; those past the end read id -1, which is that of a dropped route. Ids are loaded
+// kAhead steps together and while the ones before are visited, because nothing else hides the memory's latency; start()
+// is called behind the first loads.
 template <std::int32_t kAhead, typename Id, typename Warp, typename Start, typename Read, typename Visit>
 MOE_HOST_DEVICE void walk_routes(const SortJob<Id>& job, const WarpRoutes& range, const Warp& warp, Start start,
                                  Read read, Visit visit) {

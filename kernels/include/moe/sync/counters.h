@@ -140,6 +140,12 @@ class Counters {
     return memory_.skip_counter == static_cast<std::int32_t>(counter) && memory_.skip_index == index;
   }
 
+  // Tasks that wait for all others. They are a little more patient, so that of two waits that begin together the one at
+  // the root of a failure is reported.
+  __device__ static bool ends_launch(TaskKind task) {
+    return task == TaskKind::kClose || task == TaskKind::kDrain || task == TaskKind::kCombine;
+  }
+
   // Reads until the target is reached; returns what was seen last.
   template <typename Read>
   __device__ std::int64_t spin(const Site& site, Counter counter, std::int64_t index, std::int64_t target,
@@ -147,11 +153,12 @@ class Counters {
     std::int64_t seen = read();
     if (seen >= target) return seen;
     const std::int64_t begin = global_ns();
+    const std::int64_t patience = memory_.timeout_ns + (ends_launch(site.task) ? memory_.timeout_ns / 8 : 0);
     while (seen < target) {
       __nanosleep(40);
       seen = read();
       if (seen >= target || aborted()) break;
-      if (global_ns() - begin > memory_.timeout_ns) {
+      if (global_ns() - begin > patience) {
         report_timeout(site, counter, index, target, seen);
         break;
       }
