@@ -26,7 +26,7 @@ def cutlass() -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda path: path.stem)
 def test_products_are_not_serialised(instance: Path, tmp_path: Path) -> None:
-    """ptxas tells with C7510 to C7519 that it waits for each wgmma: right numbers, a tenth slower, and nothing fails."""
+    """With C7510 to C7519 ptxas tells that it waits for each wgmma: right numbers, a tenth slower, nothing fails."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc")
