@@ -252,7 +252,7 @@ MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job, con
           return expert;
         },
         [&](std::int32_t expert, std::int32_t n) {
-          const std::int32_t rank = warp.take(counters, expert);
+          const std::int32_t rank = warp.take(counters, expert, round.count);
           if (shared.keeps) kept[n] = expert << 16 | rank;
         });
     if (first_bad != kNoBadId) block.lower(shared.parts.first_bad, route_of(job, range, first_bad));
@@ -339,7 +339,7 @@ MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const So
   walk_routes<4>(
       job, range, warp, [] {}, [&](Id id, std::int32_t) { return round.find(id); },
       [&](std::int32_t expert, std::int32_t n) {
-        const std::int32_t place = warp.take(counters, expert);
+        const std::int32_t place = warp.take(counters, expert, round.count);
         if (expert < round.count) put(expert, place, n);
       });
 }

@@ -37,7 +37,7 @@ struct SerialWarp {
       values[i] = before;
     }
   }
-  std::int32_t take(std::int32_t* counters, std::int32_t key) const { return counters[key]++; }
+  std::int32_t take(std::int32_t* counters, std::int32_t key, std::int32_t) const { return counters[key]++; }
 };
 
 class SerialBlock {
