@@ -334,10 +334,12 @@ void test_lanes_walk_in_order() {
       for (std::int32_t lane = 0; lane < 32; ++lane) {
         by_lane.emplace_back();
         const auto read = [](std::int64_t id, std::int32_t) { return static_cast<std::int32_t>(id); };
-        moe::walk_routes<4>(job, range, Lanes{lane, 32}, [] {}, read, [&](std::int32_t id, std::int32_t n) {
-          if (id >= 0) MOE_CHECK_EQUAL(id, moe::route_of(job, range, n));
-          by_lane.back().push_back(id);
-        });
+        moe::walk_routes<4>(
+            job, range, Lanes{lane, 32}, [] {}, read,
+            [&](std::int32_t id, std::int32_t n) {
+              if (id >= 0) MOE_CHECK_EQUAL(id, moe::route_of(job, range, n));
+              by_lane.back().push_back(id);
+            });
         MOE_CHECK_EQUAL(by_lane.back().size(), by_lane.front().size());
       }
       std::vector<std::int64_t> walked, expected;
