@@ -49,14 +49,14 @@ struct ClusterWarp {
   }
 
   // Lanes with the same key, by a ballot on each of its bits: `match` is slower wherever lanes differ. Bits that no key
-  // has are not voted on; not every bit is worth a branch.
+  // has are not voted on where they are worth a branch.
   MOE_HOST_DEVICE std::int32_t take([[maybe_unused]] std::int32_t* counters, [[maybe_unused]] std::int32_t key,
                                     [[maybe_unused]] std::int32_t most) const {
 #if defined(__CUDA_ARCH__)
     unsigned same = ~0u;
 #pragma unroll
     for (int bit = 1; bit <= static_cast<int>(kMaxRouteExperts); bit *= 2) {
-      if ((bit == 16 || bit >= 128) && bit > most) break;
+      if ((bit == 256 || bit == 512) && bit > most) break;
       const unsigned vote = __ballot_sync(~0u, (key & bit) != 0);
       same &= (key & bit) != 0 ? vote : ~vote;
     }
