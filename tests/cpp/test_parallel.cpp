@@ -315,6 +315,54 @@ void test_long_chains_of_minibatches() {
   }
 }
 
+// Few segments of many tasks, which are dealt in parts of a segment; and what the parts are.
+void test_few_segments_of_many_tasks() {
+  for (std::uint64_t seed = 2000; seed < 2100; ++seed) {
+    Random random(seed);
+    Case c = draw_case(seed, 1);
+    moe::Problem& p = c.config.problem;
+    p.num_experts = draw(random, 1, 9);
+    p.top_k = 1;
+    p.hidden = draw(random, 1, 260);
+    p.width = draw(random, 1, 20000);
+    p.max_tokens = 64 * 40 * p.num_experts;
+    p.row_capacity = p.max_tokens;
+    c.config.tiling.act_columns = 128;
+    c.config.tiling.hidden_columns = draw(random, 1, 20);
+    c.config.schedule.segment_tiles = 2 * draw(random, 1, 10);
+    c.config.schedule.num_clusters = draw(random, 1, 300);
+    std::vector<std::int32_t> counts(size_of(p.num_experts * 64));
+    for (std::int32_t& count : counts) count = static_cast<std::int32_t>(draw(random, 0, 40));
+    PlanMemory memory(c, seed % 2 == 0);
+    memory.job.num_parts = 1;
+    moe::SerialCluster cluster(c.team);
+    moe::plan_all_routes(cluster, {counts.data(), c.starts.data(), 1, p.num_experts}, memory.job);
+    memory.check(c, merge_serially(c, counts).offsets, false);
+  }
+}
+
+void test_fill_parts() {
+  for (const std::int32_t act : {1, 2, 3, 6, 7, 112, 8191}) {
+    for (const std::int32_t hidden : {1, 2, 8, 16, 33, 4096}) {
+      for (const std::int32_t segments : {0, 1, 2, 12, 16, 17, 127, 128, 129, 5000}) {
+        moe::PlanShape shape{};
+        shape.act_tiles = act;
+        shape.hidden_tiles = hidden;
+        const moe::FillParts parts = moe::fill_parts(shape, segments, 256);
+        const auto parts_of = [](std::int32_t columns, std::int32_t shift) {
+          return (columns + (2 << shift) - 1) / (2 << shift);
+        };
+        MOE_CHECK_EQUAL(parts.gate_up, parts_of(act, parts.shift));
+        MOE_CHECK_EQUAL(parts.down, parts_of(hidden, parts.shift));
+        MOE_CHECK_EQUAL(segments * (parts.gate_up + parts.down) <= 256 || parts.gate_up + parts.down == 2, true);
+        if (parts.shift == 0) continue;
+        const std::int32_t finer = parts_of(act, parts.shift - 1) + parts_of(hidden, parts.shift - 1);
+        MOE_CHECK_EQUAL(segments * finer > 256, true);
+      }
+    }
+  }
+}
+
 // What a warp of 32 lanes walks, step by step over the lanes, is what one of a single lane does.
 void test_lanes_walk_in_order() {
   struct Lanes {
@@ -377,5 +425,7 @@ int main() {
   test_own_routes();
   test_routes_of_all_ranks();
   test_long_chains_of_minibatches();
+  test_few_segments_of_many_tasks();
+  test_fill_parts();
   return moe_test::exit_status();
 }

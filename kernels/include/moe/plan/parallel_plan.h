@@ -133,16 +133,17 @@ MOE_HOST_DEVICE void fill_segment(const Warp& warp, const PlanJob& job, const Pl
   if (warp.lane == 0) job.tables.segments[number] = segment;
 }
 
-// The tasks that one kind has in one segment, in the order of add_minibatch: of two columns together as many as there
-// are row tiles, those of the even column first, because an odd last tile takes both.
+// The tasks that one kind has in columns [begin, columns) of one segment, in the order of add_minibatch: of two columns
+// together as many as there are row tiles, those of the even column first, because an odd last tile takes both. `begin`
+// is even.
 template <typename Warp>
-MOE_HOST_DEVICE void fill_tasks(const Warp& warp, Task* tasks, TaskKind kind, std::int32_t columns,
+MOE_HOST_DEVICE void fill_tasks(const Warp& warp, Task* tasks, TaskKind kind, std::int32_t begin, std::int32_t columns,
                                 const Segment& segment) {
   constexpr std::int32_t kFields = sizeof(Task) / sizeof(std::int32_t);
   const std::int32_t pairs = segment.tiles / 2;
   const std::int32_t even = segment.tiles - pairs;
   MOE_ROLLED
-  for (std::int32_t first = 0; first < columns; first += 2) {
+  for (std::int32_t first = begin; first < columns; first += 2) {
     const std::int32_t count = first + 1 < columns ? segment.tiles : even;
     MOE_ROLLED
     for (std::int32_t i = warp.lane; i < count * kFields; i += warp.lanes) {
@@ -159,30 +160,56 @@ MOE_HOST_DEVICE void fill_tasks(const Warp& warp, Task* tasks, TaskKind kind, st
   }
 }
 
-// Each warp takes some segments, for the tasks of one kind; with gate_up also what lies behind fill_segment. They go
-// where order_tasks puts them: behind the tasks of its kind before it, and behind those of the other kind's minibatches
-// that come before its own (of down: those before q - lag, of gate_up: up to q + lag).
+// How the tasks of a segment are dealt: 2^shift pairs of columns together, the fewest with which there is no more than
+// one such part for every warp of the cluster; or all columns of a kind, where there are too many segments for that.
+struct FillParts {
+  std::int32_t shift;
+  std::int32_t gate_up;  // parts of a segment
+  std::int32_t down;
+};
+
+MOE_HOST_DEVICE inline FillParts fill_parts(const PlanShape& shape, std::int32_t segments, std::int32_t warps) {
+  FillParts parts{0, (shape.act_tiles + 1) / 2, (shape.hidden_tiles + 1) / 2};
+  MOE_ROLLED
+  while (parts.gate_up + parts.down > 2 && segments * (parts.gate_up + parts.down) > warps) {
+    ++parts.shift;
+    parts.gate_up = (parts.gate_up + 1) / 2;
+    parts.down = (parts.down + 1) / 2;
+  }
+  return parts;
+}
+
+// Each warp takes some parts of segments, for the tasks of one kind; with the first of gate_up also what lies behind
+// fill_segment. They go where order_tasks puts them: behind the tasks of its kind before it, and behind those of the
+// other kind's minibatches that come before its own (of down: those before q - lag, of gate_up: up to q + lag).
 template <typename Block, typename Warp>
 MOE_HOST_DEVICE void fill_segments(const Warp& warp, const Block& block, const PlanJob& job, const PlanParts& parts) {
   const PlanShape& shape = job.shape;
   const ExpertSums& sums = parts.sums;
   const std::int32_t segments = sums.num_segments();
+  const std::int32_t warps = block.num_warps * block.count;
+  const FillParts dealt = fill_parts(shape, segments, warps);
   MOE_ROLLED
-  for (std::int32_t i = warp.index * block.count + block.index; i < 2 * segments; i += block.num_warps * block.count) {
-    const bool gate_up = i < segments;
-    const std::int32_t number = gate_up ? i : i - segments;
+  for (std::int32_t i = warp.index * block.count + block.index; i < segments * (dealt.gate_up + dealt.down);
+       i += warps) {
+    std::int32_t part = i / segments;
+    const std::int32_t number = i - part * segments;
+    const bool gate_up = part < dealt.gate_up;
+    part -= gate_up ? 0 : dealt.gate_up;
     const std::int32_t expert = parts.arrays.experts[number];
     const SegmentPlace place{expert, number - sums.segments[expert]};
     const std::int32_t q = item_at(parts.arrays.begins, parts.minibatches, number);
     const Segment segment{expert, sums.tiles[expert] + place.index * shape.segment_tiles,
                           segment_length(sums, shape, place), q};
-    if (gate_up) fill_segment(warp, job, parts, number, segment);
+    if (gate_up && part == 0) fill_segment(warp, job, parts, number, segment);
     const std::int32_t before =
         gate_up ? gate_up_before(sums, shape, place) + parts.arrays.down_before[q < shape.lag ? 0 : q - shape.lag]
                 : down_before(sums, shape, place) +
                       parts.arrays.gate_up_before[min32(std::int64_t{q} + shape.lag + 1, parts.minibatches)];
-    fill_tasks(warp, job.tasks + before, gate_up ? TaskKind::kGateUp : TaskKind::kDown,
-               gate_up ? shape.act_tiles : shape.hidden_tiles, segment);
+    const std::int32_t columns = gate_up ? shape.act_tiles : shape.hidden_tiles;
+    const std::int32_t pairs = part << dealt.shift;
+    fill_tasks(warp, job.tasks + before + pairs * segment.tiles, gate_up ? TaskKind::kGateUp : TaskKind::kDown,
+               2 * pairs, min32(columns, 2 * (std::int64_t{pairs} + (1 << dealt.shift))), segment);
   }
 }
 
