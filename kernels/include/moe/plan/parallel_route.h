@@ -355,12 +355,17 @@ MOE_HOST_DEVICE void store_staged(const Warp& warp, const Block& block, const So
   const std::int32_t begin = min32(staged, std::int64_t{warp.index} * each);
   const std::int32_t end = min32(staged, std::int64_t{begin} + each);
   std::int32_t expert = begin < end ? item_at(begins, round.count, begin) : 0;
+  std::int32_t expert_end = begins[expert + 1];
+  std::int32_t shift = shared.shifts[expert];
   MOE_ROLLED
   for (std::int32_t place = begin + warp.lane; place < end; place += warp.lanes) {
-    // Mostly the same expert or the next; a search only where experts without routes lie between.
-    if (begins[expert + 1] <= place) ++expert;
-    if (begins[expert + 1] <= place) expert = item_at(begins, round.count, place);
-    job.route_order[place + shared.shifts[expert]] = route_of(block, job, shared.staged[place]);
+    if (expert_end <= place) {  // mostly the next; a search only where experts without routes lie between
+      ++expert;
+      if (begins[expert + 1] <= place) expert = item_at(begins, round.count, place);
+      expert_end = begins[expert + 1];
+      shift = shared.shifts[expert];
+    }
+    job.route_order[place + shift] = route_of(block, job, shared.staged[place]);
   }
 }
 
