@@ -141,8 +141,8 @@ MOE_HOST_DEVICE SegmentArrays segment_arrays(const Block& block, const ExpertSum
   return {array(0), array(1), array(2), array(3), array(4), array(5), array(6), array(7)};
 }
 
-// The longest chain of minibatches that is followed link by link: a link is a load from shared memory, some 45 cycles,
-// and a round of find_minibatches 640 (H200, 2026-12).
+// The longest chain of minibatches that is followed link by link. A link is a load from shared memory, taken to be 45
+// cycles (not measured); a round of find_minibatches takes 640 (H200, 2026-12).
 inline constexpr std::int32_t kMaxLinks = 64;
 
 // Fills the arrays and returns the number of minibatches. They form a chain from segment 0 on. One thread follows it
