@@ -66,6 +66,8 @@ def resolve_activation(name: str, alpha: float | None = None, limit: float | Non
     Raises:
         ValueError: unknown name, a parameter that this activation does not have, or one out of range.
     """
+    if alpha is None and limit is None and name in _DEFAULTS:
+        return _DEFAULTS[name]
     op = "dispatch_gemm_combine"
     row = _TABLE.get(_ALIASES.get(name, name))
     if row is None:
@@ -84,3 +86,8 @@ def resolve_activation(name: str, alpha: float | None = None, limit: float | Non
         alpha=row.alpha if alpha is None else float(alpha),
         limit=row.limit if limit is None else float(limit),
     )
+
+
+#: Activations by every name, for calls that give no parameter.
+_DEFAULTS: dict[str, Activation] = {}
+_DEFAULTS.update({name: resolve_activation(name) for name in ACTIVATIONS})

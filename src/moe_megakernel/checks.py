@@ -55,6 +55,41 @@ def check_arguments(
         raise ValueError(f"{OP}: row_capacity: expected -1 or at least 0, got {row_capacity}")
 
 
+def surely_fits(inputs: Inputs, num_experts: int, act: Activation) -> bool:
+    """Whether a call of one rank without main gradients passes `check_arguments`, in as few steps as that takes.
+
+    False means that `check_arguments` must decide. For plain tensors alone: a trace is to see its comparisons only.
+    """
+    x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down = inputs
+    dtype, device = x.dtype, x.device
+    x_shape, routes, down_shape = x.shape, topk_idx.shape, w_down.shape
+    if not (len(x_shape) == len(routes) == 2 and len(down_shape) == 3):
+        return False
+    (tokens, hidden), width = x_shape, down_shape[2]
+    h_width = act.width_factor * width
+    return (
+        w_gate_up.shape == (num_experts, h_width, hidden)
+        and down_shape == (num_experts, hidden, width)
+        and routes[0] == tokens
+        and topk_weights.shape == routes
+        and dtype in _VALUES
+        and w_gate_up.dtype == w_down.dtype == dtype
+        and topk_idx.dtype in _INDICES
+        and topk_weights.dtype in _SCORES
+        and topk_idx.device == topk_weights.device == w_gate_up.device == w_down.device == device
+        and (bias_gate_up is None or _is(bias_gate_up, (num_experts, h_width), dtype, device))
+        and (bias_down is None or _is(bias_down, (num_experts, hidden), dtype, device))
+        and main_grad_gate_up is None
+        and main_grad_down is None
+        and min(num_experts, hidden, width, routes[1]) >= 1
+        and tokens * routes[1] < 2**31
+    )
+
+
+def _is(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return tensor.shape == shape and tensor.dtype == dtype and tensor.device == device
+
+
 def _check_dtypes(inputs: Inputs) -> None:
     """Raises TypeError for a dtype that is not supported in this mix, ValueError for a tensor on another device."""
     x, topk_weights = inputs.x, inputs.topk_weights

@@ -23,12 +23,11 @@ from .distributed.group import get_group, group_rank, group_ranks
 from .distributed.layer import FORWARD
 from .errors import MoEError
 from .hopper.support import device_capability, kernel_fault, settle_backend
-from .reference.experts import Needs
 from .reference.numerics import compute_dtype
-from .schemas import Inputs, Options, lib, pack_needs
+from .schemas import Inputs, lib, packed_needs
 
 #: Types without a meaning of their own, which most calls bring.
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _autocasts(tensor: Tensor) -> bool:
@@ -44,8 +43,6 @@ def _autocast(tensor: Tensor | None) -> Tensor | None:
 
 def _settle(inputs: Inputs, group_name: str) -> Inputs:
     """Unwraps DTensor weights and applies autocast; routing weights and main gradients keep their dtype."""
-    if all(type(t) in _PLAIN for t in inputs) and not _autocasts(inputs.x):
-        return inputs
     for name in ("x", "topk_idx", "topk_weights", "main_grad_gate_up", "main_grad_down"):
         refuse_dtensor(name, getattr(inputs, name))
     settled: dict[str, Any] = {"x": _autocast(inputs.x)}
@@ -79,28 +76,37 @@ def _dispatch_gemm_combine(
     row_capacity: int = -1,
     recompute: bool = False,
 ) -> Tensor:
-    given = (x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down)
+    inputs = Inputs(
+        x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down
+    )
+    plain = _PLAIN.issuperset(map(type, inputs))
     ranks = group_ranks(group_name)
+    device = x.device
+    kind = device.type
     try:
-        usable = select_backend(backend, x.device.type, device_capability(x.device))
-        transport = select_transport(transport, x.device.type)
-        inputs = _settle(Inputs(*given), group_name)
+        usable = select_backend(backend, kind, device_capability(device))
+        transport = select_transport(transport, kind)
+        if not plain or (kind != "meta" and torch.is_autocast_enabled(kind)):
+            inputs = _settle(inputs, group_name)
         act = resolve_activation(activation, alpha, limit)
-        checks.check_arguments(inputs, num_experts, group_rank(group_name), ranks, act, row_capacity)
+        if not (plain and ranks == 1 and row_capacity >= -1 and checks.surely_fits(inputs, num_experts, act)):
+            checks.check_arguments(inputs, num_experts, group_rank(group_name), ranks, act, row_capacity)
     except (TypeError, ValueError) as error:
         if ranks > 1 and not _tracing(x):
             get_group(group_name).report(FORWARD, "route", error)  # the others wait for this rank there
         raise
+    settled = inputs.x
     if usable != "reference":
-        fault = kernel_fault(inputs.x.dtype, inputs.x.shape[1], inputs.w_down.shape[2], num_experts, ranks)
-        usable = settle_backend(backend, usable, fault)
-    inputs = inputs._replace(topk_weights=topk_weights.to(compute_dtype(inputs.x.dtype)))
-    needs = Needs(*[False] * len(Needs._fields))
-    if torch.is_grad_enabled():
-        needs = Needs(*[t is not None and t.requires_grad for t in (inputs.x, *inputs[2:7])])
-    options = Options(act.name, act.alpha, act.limit, usable, pack_needs(needs), recompute)
+        fault = kernel_fault(settled.dtype, settled.shape[1], inputs.w_down.shape[2], num_experts, ranks)
+        if fault:
+            usable = settle_backend(backend, usable, fault)
+    scores_dtype = compute_dtype(settled.dtype)
+    if topk_weights.dtype != scores_dtype:
+        inputs = inputs._replace(topk_weights=topk_weights.to(scores_dtype))
+    needs = packed_needs(inputs) if torch.is_grad_enabled() else 0
+    options = (act.name, act.alpha, act.limit, usable, needs, recompute)
     if ranks == 1:
-        return torch.ops.moe.layer_forward(*inputs, num_experts, *options)[0]
+        return torch.ops.moe.layer_forward.default(*inputs, num_experts, *options)[0]
     if (main_grad_gate_up is not None or main_grad_down is not None) and _tracing(x):
         raise MoEError(
             f"{checks.OP}: main_grad: expected None in a compiled region with a group of several ranks, got a tensor; "

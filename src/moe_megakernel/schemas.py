@@ -88,6 +88,17 @@ class Inputs(NamedTuple):
         return Weights(self.w_gate_up, self.w_down, self.bias_gate_up, self.bias_down)
 
 
+def packed_needs(inputs: Inputs) -> int:
+    """`pack_needs` of the inputs that ask for a gradient."""
+    x, _, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, _, _ = inputs
+    mask = x.requires_grad | topk_weights.requires_grad << 1 | w_gate_up.requires_grad << 2 | w_down.requires_grad << 3
+    if bias_gate_up is not None:
+        mask |= bias_gate_up.requires_grad << 4
+    if bias_down is not None:
+        mask |= bias_down.requires_grad << 5
+    return mask
+
+
 class Saved(NamedTuple):
     """The first tensors of a backward op, see `_SAVED`; `expert_offsets` is followed by the rest of the plan."""
 
