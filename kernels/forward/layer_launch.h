@@ -4,6 +4,7 @@
 
 #include "forward/layer_instances.h"
 #include "forward/layer_kernel.h"
+#include "forward/shared_memory.h"
 
 namespace moe::sm90 {
 
@@ -11,8 +12,8 @@ template <int kConfig>
 cudaError_t launch_layer(const ForwardParams& params, int blocks, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(SharedStorage<kConfig>));
   static_assert(kBytes <= 232448, "a block has 227 KB of shared memory");
-  // Once per device would do; it costs less than a microsecond and needs no state.
-  cudaError_t error = cudaFuncSetAttribute(layer_kernel<kConfig>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static SharedMemoryPermission permission;
+  const cudaError_t error = permission.ask(layer_kernel<kConfig>, kBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));

@@ -5,6 +5,7 @@
 #include "cluster_team.h"
 #include "moe/plan/parallel.h"
 #include "route_kernel.h"
+#include "shared_memory.h"
 
 namespace moe {
 namespace {
@@ -123,13 +124,12 @@ RouteEnd route_end(const RouteArguments& arguments) {
   return {arguments.memory.launch, arguments.status, arguments.log, arguments.log_capacity, arguments.log_size};
 }
 
-// The attribute is set before every launch: it belongs to the current device, and setting it again costs nothing.
-template <typename... Arguments>
-cudaError_t launch(void (*kernel)(Arguments...), cudaStream_t stream, const Arguments&... arguments) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRouteSharedBytes);
+template <auto kKernel, typename... Arguments>
+cudaError_t launch(cudaStream_t stream, const Arguments&... arguments) {
+  static SharedMemoryPermission permission;
+  const cudaError_t error = permission.ask(kKernel, kRouteSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(kPlanBlocks), kRouteThreads, kRouteSharedBytes, stream>>>(arguments...);
+  kKernel<<<static_cast<unsigned>(kPlanBlocks), kRouteThreads, kRouteSharedBytes, stream>>>(arguments...);
   return cudaGetLastError();
 }
 
@@ -146,7 +146,7 @@ cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
   sort.class_counts = arguments.memory.class_counts;
   sort.first_bad = arguments.first_bad;
   set_walks(sort, static_cast<std::int32_t>(kPlanBlocks), kRouteWarps, kLanes);
-  return launch(route_kernel<Id>, stream, sort, plan, route_end(arguments));
+  return launch<route_kernel<Id>>(stream, sort, plan, route_end(arguments));
 }
 
 }  // namespace
@@ -160,7 +160,7 @@ cudaError_t launch_plan(const RouteArguments& arguments, const std::int32_t* cla
                         const std::int64_t* token_starts, cudaStream_t stream) {
   const Problem& p = arguments.problem;
   const RankRoutes routes{class_counts, token_starts, p.num_ranks, p.num_experts};
-  return launch(plan_kernel, stream, routes, plan_job(arguments, p.num_ranks), route_end(arguments));
+  return launch<plan_kernel>(stream, routes, plan_job(arguments, p.num_ranks), route_end(arguments));
 }
 
 }  // namespace moe

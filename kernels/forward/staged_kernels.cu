@@ -1,6 +1,7 @@
 // See staged_kernels.h.
 #include "forward/staged_kernels.h"
 
+#include "forward/shared_memory.h"
 #include "moe/forward/launch_end.h"
 #include "moe/stage/combine.h"
 #include "moe/stage/dispatch.h"
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 
 cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(DispatchState));
-  const cudaError_t error = cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static SharedMemoryPermission permission;
+  const cudaError_t error = permission.ask(dispatch_kernel, kBytes);
   if (error != cudaSuccess) return error;
   dispatch_kernel<<<blocks, 32 * kPullWarps, kBytes, stream>>>(params);
   return cudaGetLastError();
