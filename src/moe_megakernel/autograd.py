@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .checks import OP
 from .reference.experts import Needs
-from .schemas import EFFECTFUL, lib, pack_needs, read_forward
+from .schemas import EFFECTFUL, lib, pack_needs
 
 _DOUBLE_BACKWARD = (
     f"{OP}: double backward is not supported: gradients of the layer can be taken once "
@@ -24,29 +24,29 @@ _DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    given, _, group, options = read_forward(inputs)
+    # By position, as `schemas.read_forward` names them: this runs in every forward.
+    x, _, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down, _, *rest = inputs
+    *group, activation, alpha, limit, backend, asked, recompute = rest
     _, h, anchor, *plan = output
-    needs = Needs(*(ctx.needs_input_grad[i] for i in _DIFFERENTIABLE))
-    # `options.needs` is 0 where the caller saw no gradient coming; then h was not kept and is computed again.
-    recompute = not options.saves_h
+    need_x, _, *needs_rest = ctx.needs_input_grad[:7]
+    needs = Needs(need_x, *needs_rest)
+    # `asked` is 0 where the caller saw no gradient coming; then h was not kept and is computed again.
+    recompute = recompute or asked == 0
     ctx.needs = needs
-    ctx.options = options._replace(needs=pack_needs(needs), recompute=recompute)
+    ctx.options = (activation, alpha, limit, backend, pack_needs(needs), recompute)
     ctx.group = group
     # Outside the saved tensors, since backward changes them in place.
-    ctx.main_grads = (
-        given.main_grad_gate_up if needs.w_gate_up else None,
-        given.main_grad_down if needs.w_down else None,
-    )
+    ctx.main_grads = (main_grad_gate_up if needs.w_gate_up else None, main_grad_down if needs.w_down else None)
     ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(h, *plan)
     ctx.save_for_backward(
-        given.x if needs.w_gate_up or recompute else None,
-        given.topk_weights,
-        given.w_gate_up if needs.x or recompute else None,
-        given.w_down if needs.da else None,
-        given.bias_gate_up if recompute else None,
-        given.bias_down if needs.topk_weights else None,
+        x if needs.w_gate_up or recompute else None,
+        topk_weights,
+        w_gate_up if needs.x or recompute else None,
+        w_down if needs.da else None,
+        bias_gate_up if recompute else None,
+        bias_down if needs.topk_weights else None,
         h,
         anchor,
         *plan,
@@ -56,8 +56,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * ctx.num_inputs
-    kind = "layer" if ctx.group is None else "group"
-    options = (*(ctx.group or ()), *ctx.options)
+    kind = "group" if ctx.group else "layer"
+    options = (*ctx.group, *ctx.options)
     main_grads = ctx.main_grads
     if main_grads == (None, None):
         grads = getattr(torch.ops.moe, f"{kind}_backward")(dy, *ctx.saved_tensors, *options)

@@ -81,7 +81,7 @@ def surely_fits(inputs: Inputs, num_experts: int, act: Activation) -> bool:
         and (bias_down is None or _is(bias_down, (num_experts, hidden), dtype, device))
         and main_grad_gate_up is None
         and main_grad_down is None
-        and min(num_experts, hidden, width, routes[1]) >= 1
+        and 0 not in (num_experts, hidden, width, routes[1])  # sizes, since num_experts is one of w_down's
         and tokens * routes[1] < 2**31
     )
 

@@ -21,7 +21,7 @@ from .hopper.forward import layer_forward as hopper_layer_forward
 from .reference.experts import RowGrads
 from .reference.layer import layer_backward, layer_forward
 from .reference.route import route
-from .schemas import GroupOptions, lib, read_backward, read_forward, unpack_needs
+from .schemas import BACKEND, LAYER_ARGUMENTS, GroupOptions, lib, read_backward, read_forward, unpack_needs
 
 
 def _anchor(x: Tensor) -> Tensor:
@@ -52,11 +52,13 @@ def _raise_pending(device: torch.device, group: GroupOptions | None) -> None:
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
+    if len(args) == LAYER_ARGUMENTS and args[BACKEND] != "reference":  # unpacked there, without names on the way
+        x = args[0]
+        raise_pending(x.device)
+        y, h, expert_offsets, row_route = hopper_layer_forward(*args)
+        return y, h, _anchor(x), expert_offsets, row_route
     inputs, num_experts, group, options = read_forward(args)
     _raise_pending(inputs.x.device, group)
-    if group is None and options.backend != "reference":
-        y, h, *plan = hopper_layer_forward(inputs, num_experts, options)
-        return y, h, _anchor(y), *plan
     _refuse_capture(inputs.x.device, options.backend)
     given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products

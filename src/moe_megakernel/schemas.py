@@ -61,7 +61,8 @@ for _schema in SCHEMAS:
 
 def pack_needs(needs: Needs) -> int:
     """`needs` as an integer, first field in bit 0."""
-    return sum(1 << i for i, need in enumerate(needs) if need)
+    x, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down = needs
+    return x | topk_weights << 1 | w_gate_up << 2 | w_down << 3 | bias_gate_up << 4 | bias_down << 5
 
 
 def unpack_needs(mask: int) -> Needs:
@@ -146,6 +147,11 @@ class Options(NamedTuple):
     def saves_h(self) -> bool:
         """Whether the forward keeps h for backward."""
         return self.needs != 0 and not self.recompute
+
+
+#: How many arguments `layer_forward` has, and where the backend stands in those of every inner op.
+LAYER_ARGUMENTS = len(Inputs._fields) + 1 + len(Options._fields)
+BACKEND = Options._fields.index("backend") - len(Options._fields)
 
 
 class ForwardCall(NamedTuple):

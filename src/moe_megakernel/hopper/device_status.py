@@ -81,17 +81,21 @@ def poll(device: torch.device | None) -> None:
     if not _records:
         return
     if device is None:
-        records: Sequence[StatusRecord] = list(_records.values())
-    else:
-        found = _records.get(device.index) if device.type == "cuda" else None
-        records = () if found is None else (found,)
-    for record in records:
-        if record.words[0] == StatusCode.NONE:
-            continue
-        with _lock:
-            error = record.take()
-        if error is not None:
-            defer(record.device, error)
+        for record in list(_records.values()):
+            _poll(record)
+        return
+    found = _records.get(device.index)
+    if found is not None and found.words[0] and device.type == "cuda":  # the type last: asking for it costs the most
+        _poll(found)
+
+
+def _poll(record: StatusRecord) -> None:
+    if record.words[0] == StatusCode.NONE:
+        return
+    with _lock:
+        error = record.take()
+    if error is not None:
+        defer(record.device, error)
 
 
 def decode(code: int, values: Sequence[int]) -> MoEError:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..config import get_num_sms, get_timeout
-from ..schemas import Inputs, Options
 from .device_status import status_record
 from .layout import aligned_bias, aligned_rows, aligned_weight
 from .ops import ACTIVATION_NUMBERS
@@ -70,13 +69,29 @@ def num_sms_for(index: int) -> int:
     return available if asked is None else min(asked, available)
 
 
-def layer_forward(inputs: Inputs, num_experts: int, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def layer_forward(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    bias_gate_up: Tensor | None,
+    bias_down: Tensor | None,
+    main_grad_gate_up: Tensor | None,
+    main_grad_down: Tensor | None,
+    num_experts: int,
+    activation: str,
+    alpha: float,
+    limit: float,
+    backend: str,
+    needs: int,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One rank's forward on a CUDA device.
 
-    Args:
-        inputs: bfloat16, H and I multiples of 8, topk_weights float32; any strides.
-        num_experts: E.
-        options: `backend` is "mega" or "staged".
+    Args: those of `moe::layer_forward`, as it gets them, since names for groups of them cost time.
+        x, weights, biases: bfloat16, H and I multiples of 8; topk_weights: float32. Any strides.
+        backend: "mega" or "staged".
 
     Returns:
         y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
@@ -85,23 +100,40 @@ def layer_forward(inputs: Inputs, num_experts: int, options: Options) -> tuple[T
     Raises:
         RuntimeError: the launch failed. What fails on the device is raised by a later call (`device_status`).
     """
-    x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, _, _ = inputs
     device = x.device
-    if device.index != torch.cuda.current_device():
+    index = device.index
+    if index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return layer_forward(inputs, num_experts, options)
+            return layer_forward(
+                x,
+                topk_idx,
+                topk_weights,
+                w_gate_up,
+                w_down,
+                bias_gate_up,
+                bias_down,
+                main_grad_gate_up,
+                main_grad_down,
+                num_experts,
+                activation,
+                alpha,
+                limit,
+                backend,
+                needs,
+                recompute,
+            )
     (tokens, top_k), (_, columns, hidden), width = topk_idx.shape, w_gate_up.shape, w_down.shape[2]
     routes = tokens * top_k
-    y = x.new_empty((tokens, hidden))
-    h = x.new_empty((routes if options.saves_h else 0, columns))
+    y = x.new_empty(tokens, hidden)
+    h = x.new_empty(routes if needs and not recompute else 0, columns)
     row_route = topk_idx.new_empty(routes, dtype=torch.int32)
     if tokens == 0:
         return y, h, topk_idx.new_zeros(num_experts + 1, dtype=torch.int32), row_route
     expert_offsets = topk_idx.new_empty(num_experts + 1, dtype=torch.int32)
-    staged, num_sms = options.backend == "staged", num_sms_for(device.index)
-    sizes = LaunchSizes(tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
+    staged, num_sms = backend == "staged", num_sms_for(index)
+    sizes = (tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
     find = find_hooks  # once: another thread may take it away
-    hooks = _NO_HOOKS if find is None else find(sizes, device)
+    log, skip_counter, skip_index = _NO_HOOKS if find is None else find(LaunchSizes(*sizes), device)
     _launch(
         aligned_rows(x),
         topk_idx,
@@ -116,15 +148,15 @@ def layer_forward(inputs: Inputs, num_experts: int, options: Options) -> tuple[T
         row_route,
         get_workspace(device, workspace_bytes(*sizes)),
         status_record(device).tensor,
-        hooks.log,
+        log,
         num_experts,
-        ACTIVATION_NUMBERS[options.activation],
-        options.alpha,
-        options.limit,
+        ACTIVATION_NUMBERS[activation],
+        alpha,
+        limit,
         staged,
         num_sms,
         int(get_timeout() * 1e9),
-        hooks.skip_counter,
-        hooks.skip_index,
+        skip_counter,
+        skip_index,
     )
     return y, h, expert_offsets, row_route

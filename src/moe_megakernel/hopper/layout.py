@@ -24,8 +24,12 @@ def _fits(tensor: Tensor, least: int) -> bool:
 
     The stride of a dimension of size 1 means nothing.
     """
+    if tensor.data_ptr() % _BYTES:
+        return False
+    if tensor.is_contiguous() and tensor.shape[-1] % _ELEMENTS == 0:  # the most usual case; least is at most a row
+        return True
     *outer, last = tensor.stride()
-    if last != 1 or tensor.data_ptr() % _BYTES:
+    if last != 1:
         return False
     for size, stride in zip(tensor.shape, outer, strict=False):  # the last dimension has none
         if size != 1 and (stride % _ELEMENTS or stride < least):
