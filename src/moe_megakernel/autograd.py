@@ -28,8 +28,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     x, _, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down, _, *rest = inputs
     *group, activation, alpha, limit, backend, asked, recompute = rest
     _, h, anchor, *plan = output
-    need_x, _, *needs_rest = ctx.needs_input_grad[:7]
-    needs = Needs(need_x, *needs_rest)
+    flags = ctx.needs_input_grad
+    needs = Needs(flags[0], *flags[2:7])
     # `asked` is 0 where the caller saw no gradient coming; then h was not kept and is computed again.
     recompute = recompute or asked == 0
     ctx.needs = needs

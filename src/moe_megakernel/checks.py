@@ -12,7 +12,7 @@ from torch import Tensor
 from .activations import Activation
 from .distributed.partition import expert_range
 from .reference.numerics import compute_dtype
-from .schemas import Inputs
+from .schemas import Inputs, InputTensors
 
 OP = "dispatch_gemm_combine"
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -55,7 +55,7 @@ def check_arguments(
         raise ValueError(f"{OP}: row_capacity: expected -1 or at least 0, got {row_capacity}")
 
 
-def surely_fits(inputs: Inputs, num_experts: int, act: Activation) -> bool:
+def surely_fits(inputs: InputTensors, num_experts: int, act: Activation) -> bool:
     """Whether a call of one rank without main gradients passes `check_arguments`, in as few steps as that takes.
 
     False means that `check_arguments` must decide. For plain tensors alone: a trace is to see its comparisons only.

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 #: Seconds. Longer than the skew between ranks that compile for the first time (135 s were seen in public reports).
 DEFAULT_TIMEOUT = 600.0
 
 
+_TIMEOUT = os.environ.encodekey("MOE_MEGAKERNEL_TIMEOUT")
+_NUM_SMS = os.environ.encodekey("MOE_MEGAKERNEL_NUM_SMS")
+
+
+def _is_set(key: Any) -> bool:
+    """Whether the environment has an encoded key. Every launch asks: the public look-up takes ten times as long."""
+    return key in os.environ._data  # type: ignore[attr-defined]
+
+
 def _from_environment() -> float:
-    text = os.environ.get("MOE_MEGAKERNEL_TIMEOUT", "")
+    text = os.environ.get("MOE_MEGAKERNEL_TIMEOUT", "") if _is_set(_TIMEOUT) else ""
     if not text:
         return DEFAULT_TIMEOUT
     try:
@@ -50,7 +60,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def _sms_from_environment() -> int | None:
-    text = os.environ.get("MOE_MEGAKERNEL_NUM_SMS", "")
+    text = os.environ.get("MOE_MEGAKERNEL_NUM_SMS", "") if _is_set(_NUM_SMS) else ""
     if not text:
         return None
     if not text.isdecimal() or int(text) < 2 or int(text) % 2:

@@ -24,7 +24,7 @@ from .distributed.layer import FORWARD
 from .errors import MoEError
 from .hopper.support import device_capability, kernel_fault, settle_backend
 from .reference.numerics import compute_dtype
-from .schemas import Inputs, lib, packed_needs
+from .schemas import Inputs, InputTensors, lib, packed_needs
 
 #: Types without a meaning of their own, which most calls bring.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -76,9 +76,8 @@ def _dispatch_gemm_combine(
     row_capacity: int = -1,
     recompute: bool = False,
 ) -> Tensor:
-    inputs = Inputs(
-        x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down
-    )
+    inputs: InputTensors  # named only where a call is not an ordinary one
+    inputs = (x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down)
     plain = _PLAIN.issuperset(map(type, inputs))
     ranks = group_ranks(group_name)
     device = x.device
@@ -87,22 +86,22 @@ def _dispatch_gemm_combine(
         usable = select_backend(backend, kind, device_capability(device))
         transport = select_transport(transport, kind)
         if not plain or (kind != "meta" and torch.is_autocast_enabled(kind)):
-            inputs = _settle(inputs, group_name)
+            inputs = _settle(Inputs(*inputs), group_name)
         act = resolve_activation(activation, alpha, limit)
         if not (plain and ranks == 1 and row_capacity >= -1 and checks.surely_fits(inputs, num_experts, act)):
-            checks.check_arguments(inputs, num_experts, group_rank(group_name), ranks, act, row_capacity)
+            checks.check_arguments(Inputs(*inputs), num_experts, group_rank(group_name), ranks, act, row_capacity)
     except (TypeError, ValueError) as error:
         if ranks > 1 and not _tracing(x):
             get_group(group_name).report(FORWARD, "route", error)  # the others wait for this rank there
         raise
-    settled = inputs.x
+    settled = inputs[0]
     if usable != "reference":
-        fault = kernel_fault(settled.dtype, settled.shape[1], inputs.w_down.shape[2], num_experts, ranks)
+        fault = kernel_fault(settled.dtype, settled.shape[1], inputs[4].shape[2], num_experts, ranks)
         if fault:
             usable = settle_backend(backend, usable, fault)
     scores_dtype = compute_dtype(settled.dtype)
     if topk_weights.dtype != scores_dtype:
-        inputs = inputs._replace(topk_weights=topk_weights.to(scores_dtype))
+        inputs = Inputs(*inputs)._replace(topk_weights=topk_weights.to(scores_dtype))
     needs = packed_needs(inputs) if torch.is_grad_enabled() else 0
     options = (act.name, act.alpha, act.limit, usable, needs, recompute)
     if ranks == 1:
