@@ -1,5 +1,5 @@
-// Lets a kernel take more dynamic shared memory than the 48 KB that every kernel may. The permission belongs to a kernel
-// and a device; asking for it at every launch would cost each of them a call of the driver. Host only.
+// Lets a kernel take more dynamic shared memory than the 48 KB that every kernel may. The permission belongs to a
+// kernel and a device; asking for it at every launch would cost each of them a call of the driver. Host only.
 #pragma once
 
 #include <cuda_runtime.h>
