@@ -27,9 +27,8 @@ class PullRole {
       : params_(params), plan_(plan), counters_(counters), memory_(memory), block_(block) {
     lane_ = static_cast<std::int32_t>(threadIdx.x) % 32;
     row_bytes_ = static_cast<std::int32_t>(params.problem.hidden) * 2;
-    parts_ = (row_bytes_ + kChunkBytes - 1) / kChunkBytes;
-    chunk_bytes_ = (row_bytes_ / parts_ + 15) / 16 * 16;
-    if (chunk_bytes_ * parts_ < row_bytes_) chunk_bytes_ += 16;
+    parts_ = static_cast<std::int32_t>(ceil_div(row_bytes_, kChunkBytes));
+    chunk_bytes_ = static_cast<std::int32_t>(round_up(ceil_div(row_bytes_, parts_), kRowAlignment));
     lanes_ = memory.half_bytes / chunk_bytes_;
     if (lanes_ > 32) lanes_ = 32;
   }

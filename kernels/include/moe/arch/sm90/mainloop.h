@@ -13,13 +13,11 @@ class Mainloop {
   using Pipeline = typename Traits::Pipeline;
 
  public:
-  // In the order of the instruction: element 4 j + 2 r + c of a thread is row lane / 4 + 8 r and column 8 j + 2 (lane %
-  // 4)
-  // + c of its warp's 16 rows.
-  static constexpr int kAccumulators = Traits::kHalfRows * Traits::kColumns / 128;
-
   __device__ Mainloop(SharedStorage<kConfig>& storage, Pipeline& pipeline) : storage_(storage), pipeline_(pipeline) {}
 
+  // Accumulators come in the order of the instruction: of its warp's 16 rows, a thread's element 4 j + 2 r + c is row
+  // lane / 4 + 8 r and column 8 j + 2 (lane % 4) + c.
+  //
   // `pending` is the end of the task before: called as soon as this task's products are under way, or before anything
   // is waited for. With `works` false the stages are only passed on. One thread of a warpgroup releases a stage for all
   // of it: where they multiply, the instruction keeps its four warps together; where they do not, a barrier must, or a
