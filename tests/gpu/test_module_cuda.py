@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.gpu.layers import no_host_sync
 from torch import Tensor
 
 from moe_megakernel import module
@@ -22,16 +21,6 @@ pytestmark = [
 ]
 
 OPTIONS = {"bias": True, "correction_bias": True, "shared_expert_width": 24, "shared_expert_gate": True, "seed": 5}
-
-
-@contextmanager
-def no_host_sync() -> Iterator[None]:
-    """Any wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def step(moe: torch.nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
