@@ -119,9 +119,8 @@ void read_log(const OptionalTensor& log, const Checker& check, ForwardArguments&
   check.contiguous("log", *log, ScalarType::Long, {log->numel()});
   STD_TORCH_CHECK(log->numel() >= 1, kOp, "log: expected at least one element, the count, got ", describe(*log));
   auto* words = log->mutable_data_ptr<std::int64_t>();
-  arguments.log_size = reinterpret_cast<unsigned long long*>(words);
-  arguments.log = reinterpret_cast<LogRecord*>(words + 1);
-  arguments.log_capacity = (log->numel() - 1) / kRecordWords;
+  arguments.log = {reinterpret_cast<LogRecord*>(words + 1), (log->numel() - 1) / kRecordWords,
+                   reinterpret_cast<unsigned long long*>(words)};
 }
 
 void check_status(const Tensor& status) {

@@ -39,8 +39,6 @@ RouteArguments route_arguments(const ForwardArguments& a, const ForwardParams& p
   route.saved_expert_offsets = a.saved_expert_offsets;
   route.status = a.status;
   route.log = a.log;
-  route.log_capacity = a.log_capacity;
-  route.log_size = a.log_size;
   return route;
 }
 
@@ -54,8 +52,6 @@ CounterMemory counter_memory(const ForwardArguments& a, const ForwardWorkspace& 
   memory.skip_counter = a.skip_counter;
   memory.skip_index = a.skip_index;
   memory.log = a.log;
-  memory.log_capacity = a.log_capacity;
-  memory.log_size = a.log_size;
   return memory;
 }
 

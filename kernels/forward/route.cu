@@ -4,6 +4,7 @@
 
 #include "cluster_team.h"
 #include "moe/plan/parallel.h"
+#include "moe/sync/report.h"
 #include "route_kernel.h"
 #include "shared_memory.h"
 
@@ -19,44 +20,16 @@ constexpr int kRouteSharedBytes = static_cast<int>(kPlanSharedWords * sizeof(std
 struct RouteEnd {
   LaunchState* launch;
   StepStatus* status;  // or null
-  LogRecord* log;      // or null
-  std::int64_t log_capacity;
-  unsigned long long* log_size;
+  LaunchLog log;
 };
 
 __device__ ClusterTeam<kRouteWarps> this_team() {
   return {{static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(threadIdx.x)}};
 }
 
-__device__ std::int64_t clock_ns() {
-  std::int64_t time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
-  return time;
-}
-
 __device__ void write_log(const RouteEnd& end, LogEvent event, Counter counter, std::int64_t value) {
-  if (end.log == nullptr) return;
-  const unsigned long long slot = atomicAdd(end.log_size, 1ull);
-  if (slot >= static_cast<unsigned long long>(end.log_capacity)) return;
-  end.log[slot] = {0,
-                   static_cast<std::int32_t>(Role::kPlan),
-                   static_cast<std::int32_t>(event),
-                   -1,
-                   static_cast<std::int32_t>(counter),
-                   0,
-                   value,
-                   clock_ns()};
-}
-
-// The host looks at the code alone, so it is written last; a record that it has not taken yet stays.
-__device__ void report_bad_id(StepStatus* status, std::int64_t position, std::int64_t id, std::int64_t top_k,
-                              std::int64_t num_experts) {
-  volatile std::int64_t* code = &status->code;
-  if (*code != static_cast<std::int64_t>(StatusCode::kNone)) return;
-  const std::int64_t values[] = {position, id, top_k, num_experts};
-  for (int i = 0; i < 4; ++i) status->values[i] = values[i];
-  __threadfence_system();
-  *code = static_cast<std::int64_t>(StatusCode::kBadId);
+  write_record(end.log, {0, static_cast<std::int32_t>(Role::kPlan), static_cast<std::int32_t>(event), -1,
+                         static_cast<std::int32_t>(counter), 0, value, 0});
 }
 
 // This launch's, which it leaves for the layer's kernel to advance: read early, for the end not to wait for it.
@@ -86,7 +59,7 @@ __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kRouteThre
   const std::int32_t bad = *shared_parts(team.block.shared(), lasting_words(plan), sort.num_experts).all_first_bad;
   if (bad != kNoBadId && end.status != nullptr) {
     const std::int64_t id = sort.ids.at(bad / sort.ids.top_k, bad % sort.ids.top_k);
-    report_bad_id(end.status, bad, id, sort.ids.top_k, sort.num_experts);
+    report_status(*end.status, StatusCode::kBadId, {bad, id, sort.ids.top_k, std::int64_t{sort.num_experts}});
   }
   raise_plan_ready(end, generation);
 }
@@ -121,7 +94,7 @@ PlanJob plan_job(const RouteArguments& arguments, std::int64_t num_parts) {
 }
 
 RouteEnd route_end(const RouteArguments& arguments) {
-  return {arguments.memory.launch, arguments.status, arguments.log, arguments.log_capacity, arguments.log_size};
+  return {arguments.memory.launch, arguments.status, arguments.log};
 }
 
 template <auto kKernel, typename... Arguments>

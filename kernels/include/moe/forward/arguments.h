@@ -64,9 +64,7 @@ struct ForwardArguments {
   // tests
   std::int32_t skip_counter;  // a counter (of enum Counter) whose raises of element skip_index are left out, or -1
   std::int64_t skip_index;
-  LogRecord* log;  // device memory, or null
-  std::int64_t log_capacity;
-  unsigned long long* log_size;  // records written; more than log_capacity: some are missing
+  LaunchLog log;
 };
 
 }  // namespace moe

@@ -19,9 +19,7 @@ struct RouteArguments {
   std::int32_t* saved_expert_offsets;  // [L + 1] output of the op, all -1 if the step is refused; or null
   std::int64_t* first_bad;             // [1] position t * K + k of the first bad id, or -1; or null
   StepStatus* status;                  // or null: a bad id is not reported to the host
-  LogRecord* log;                      // or null
-  std::int64_t log_capacity;
-  unsigned long long* log_size;
+  LaunchLog log;
 };
 
 }  // namespace moe

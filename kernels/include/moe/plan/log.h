@@ -32,4 +32,11 @@ struct LogRecord {
   std::int64_t time;  // ns of a clock all blocks share (globaltimer); raises are stamped before, waits after the access
 };
 
+// Where the records of a launch go. Does not own the memory.
+struct LaunchLog {
+  LogRecord* records;  // device memory, or null: nothing is written down
+  std::int64_t capacity;
+  unsigned long long* size;  // records written; more than `capacity`: some are missing
+};
+
 }  // namespace moe

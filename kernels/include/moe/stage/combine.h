@@ -65,7 +65,7 @@ class CombineRole {
   __device__ void wait(std::int32_t ticket, bool waited) const {
     const Site site{agent_, Role::kPull, TaskKind::kCombine, ticket};
     counters_.log_claim(site, Stream::kPull);
-    if (!waited || params_.counters.log != nullptr) counters_.wait_done(site);
+    if (!waited || params_.counters.log.records != nullptr) counters_.wait_done(site);
   }
 
   // Lane k of a group of 32 routes knows the k-th: its weight, and whether it counts.

@@ -13,6 +13,7 @@
 #include "moe/forward/status.h"
 #include "moe/plan/edges.h"
 #include "moe/plan/log.h"
+#include "moe/sync/report.h"
 
 namespace moe {
 
@@ -24,9 +25,7 @@ struct CounterMemory {
   std::int64_t timeout_ns;
   std::int32_t skip_counter;  // raises of this counter's element skip_index are left out, or -1
   std::int64_t skip_index;
-  LogRecord* log;  // or null
-  std::int64_t log_capacity;
-  unsigned long long* log_size;
+  LaunchLog log;
 };
 
 // Who waits or raises, for the log and for error messages.
@@ -37,11 +36,6 @@ struct Site {
   std::int32_t ticket;
 };
 
-__device__ inline std::int64_t global_ns() {
-  std::int64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
 __device__ inline std::int32_t load_acquire_gpu(const std::int32_t* address) {
   std::int32_t value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -170,8 +164,6 @@ class Counters {
                                               std::int64_t expected, std::int64_t seen) const {
     auto* aborted = reinterpret_cast<unsigned long long*>(&memory_.plan.sizes->aborted);
     if (atomicCAS(aborted, 0ULL, 1ULL) != 0ULL) return;
-    StepStatus& status = *memory_.status;
-    if (*static_cast<volatile std::int64_t*>(&status.code) != static_cast<std::int64_t>(StatusCode::kNone)) return;
     const std::int64_t values[] = {site.block,
                                    static_cast<std::int64_t>(site.role),
                                    static_cast<std::int64_t>(site.task),
@@ -181,26 +173,15 @@ class Counters {
                                    expected,
                                    seen,
                                    memory_.timeout_ns};
-    for (int i = 0; i < 9; ++i) status.values[i] = values[i];
-    __threadfence_system();
-    *static_cast<volatile std::int64_t*>(&status.code) = static_cast<std::int64_t>(StatusCode::kTimeout);
-    __threadfence_system();
+    report_status(*memory_.status, StatusCode::kTimeout, values);
   }
 
   // A raise is stamped before the access, a wait after it.
   __device__ void write_log(LogEvent event, const Site& site, Counter counter, std::int64_t index,
                             std::int64_t value) const {
-    if (memory_.log == nullptr) return;
-    const unsigned long long slot = atomicAdd(memory_.log_size, 1ULL);
-    if (slot >= static_cast<unsigned long long>(memory_.log_capacity)) return;
-    memory_.log[slot] = {site.block,
-                         static_cast<std::int32_t>(site.role),
-                         static_cast<std::int32_t>(event),
-                         site.ticket,
-                         static_cast<std::int32_t>(counter),
-                         static_cast<std::int32_t>(index),
-                         value,
-                         global_ns()};
+    write_record(memory_.log,
+                 {site.block, static_cast<std::int32_t>(site.role), static_cast<std::int32_t>(event), site.ticket,
+                  static_cast<std::int32_t>(counter), static_cast<std::int32_t>(index), value, 0});
   }
 
   const CounterMemory& memory_;
