@@ -48,21 +48,20 @@ struct ClusterWarp {
 #endif
   }
 
-  // Lanes with the same key, by a ballot on each of its bits: `match` is slower wherever lanes differ. Bits that no key
-  // has are not voted on where they are worth a branch.
-  MOE_HOST_DEVICE std::int32_t take([[maybe_unused]] std::int32_t* counters, [[maybe_unused]] std::int32_t key,
-                                    [[maybe_unused]] std::int32_t most) const {
+  // Lanes with the same key find each other in its mask. An atomic in shared memory costs less than votes on all bits
+  // of the keys, and those less than `match` wherever lanes differ.
+  MOE_HOST_DEVICE std::int32_t take([[maybe_unused]] std::int32_t* counters, [[maybe_unused]] std::int32_t* masks,
+                                    [[maybe_unused]] std::int32_t key) const {
 #if defined(__CUDA_ARCH__)
-    unsigned same = ~0u;
-#pragma unroll
-    for (int bit = 1; bit <= static_cast<int>(kMaxRouteExperts); bit *= 2) {
-      if ((bit == 256 || bit == 512) && bit > most) break;
-      const unsigned vote = __ballot_sync(~0u, (key & bit) != 0);
-      same &= (key & bit) != 0 ? vote : ~vote;
-    }
+    atomicOr(reinterpret_cast<unsigned*>(masks + key), 1u << lane);
+    __syncwarp();
+    const auto same = static_cast<unsigned>(masks[key]);
     const std::int32_t taken = counters[key] + __popc(same & ((1u << lane) - 1));
     __syncwarp();  // all lanes have read what the last of them now replaces
-    if (same >> lane == 1) counters[key] = taken + 1;
+    if (same >> lane == 1) {
+      counters[key] = taken + 1;
+      masks[key] = 0;
+    }
     __syncwarp();
     return taken;
 #else

@@ -114,7 +114,7 @@ cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
   sort.ids = {static_cast<const Id*>(ids.ids), arguments.tokens, arguments.problem.top_k, ids.token_stride,
               ids.slot_stride};
   sort.num_experts = static_cast<std::int32_t>(arguments.problem.num_experts);
-  sort.experts_at_once = static_cast<std::int32_t>(kMaxRouteExperts);
+  sort.experts_at_once = static_cast<std::int32_t>(kRoundExperts);
   sort.route_order = arguments.memory.route_order;
   sort.class_counts = arguments.memory.class_counts;
   sort.first_bad = arguments.first_bad;

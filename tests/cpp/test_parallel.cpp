@@ -139,10 +139,10 @@ struct PlanMemory {
     const moe::Problem& p = c.config.problem;
     const std::int64_t experts = p.local_experts() + 1;
     const auto most = size_of(p.max_row_tiles());
-    // What lasts, and the sort's counters; with or without room for the arrays over segments, and for the routes in
-    // order and in the order of the walks.
+    // What lasts, and the sort's counters and masks; with or without room for the arrays over segments, and for the
+    // routes in order and in the order of the walks.
     std::int64_t shared = moe::plan_lasting_words(p.local_experts());
-    if (num_ranks(c) == 1) shared += c.team.num_warps * ((p.num_experts + 1) | 1) + 2 * p.num_experts + 1;
+    if (num_ranks(c) == 1) shared += 2 * c.team.num_warps * ((p.num_experts + 1) | 1) + 2 * p.num_experts + 1;
     if (in_shared) shared += moe::kSegmentArrays * (p.max_row_tiles() + 1);
     if (room > 0) shared += p.max_routes() / 2 + 64 * p.top_k;
     if (room > 1) shared += p.max_routes() + 128 * p.top_k;

@@ -20,7 +20,7 @@ template <typename Id>
 struct SortJob {
   RouteIds<Id> ids;
   std::int32_t num_experts;      // E
-  std::int32_t experts_at_once;  // kMaxRouteExperts, or fewer: more are sorted in several rounds of the two stages
+  std::int32_t experts_at_once;  // kRoundExperts, or fewer: more are sorted in several rounds of the two stages
   std::int32_t* route_order;     // as in RouteSort
   std::int32_t* class_counts;    // as in RouteSort
   std::int64_t* first_bad;       // [1]: position of the first bad id, or -1; or null
@@ -28,7 +28,6 @@ struct SortJob {
   std::int32_t warp_ages;     // t div 64 that a warp walks, at most
   std::int32_t warp_routes;   // numbers of routes that a warp has: as many as it walks at most, in whole steps
   std::int32_t block_routes;  // and a block; kMaxRoutes if there are more
-  Divisor by_warp_routes;
   Divisor by_top_k;
   // A lane goes from (age, slot) to as many routes further as there are lanes: this many slots and as much in memory,
   // or, if there are not so many slots left, top_k slots less and as much as `wrapped`.
@@ -52,7 +51,6 @@ MOE_HOST_DEVICE constexpr void set_walks(SortJob<Id>& job, std::int32_t num_bloc
   job.warp_ages = ceil_div32(ages, num_warps / (residues / num_blocks));
   job.warp_routes = min32(round_up(std::int64_t{job.warp_ages} * top_k, lanes), kMaxRoutes);
   job.block_routes = min32(std::int64_t{num_warps} * job.warp_routes, kMaxRoutes);
-  job.by_warp_routes = divisor(job.warp_routes > 0 ? job.warp_routes : 1);
   job.by_top_k = divisor(top_k);
   job.slot_step = lanes % top_k;
   job.step = lanes / top_k * kTokenResidues * ids.token_stride + job.slot_step * ids.slot_stride;
@@ -87,10 +85,11 @@ struct SortShared {
   // [warps, pitch]: of each expert, the warp's routes; then where they begin in the block. Behind the experts stands
   // what counts the routes to none of them.
   std::int32_t* counters;
-  std::int32_t pitch;  // odd, so that the residues of one expert lie in different banks
-  // By number in the block (route_of), what the walk has found: expert * 2^16 + rank in the warp.
+  std::int32_t pitch;   // odd, so that the residues of one expert lie in different banks
+  std::int32_t* masks;  // [warps, pitch]: what `take` needs beside the counters
+  // By the warp's number and the route's in the warp, what the walk has found: expert * 2^16 + rank in the warp.
   std::int32_t* kept;
-  // The block's routes in order, by number in the block, so that the way out of here is coalesced.
+  // The block's routes in order, by number in the block (number_in_block), so that the way out of here is coalesced.
   std::uint16_t* staged;
   bool keeps;   // whether there is room: else the ids are read again ...
   bool stages;  // ... and routes leave as they come
@@ -110,10 +109,14 @@ MOE_HOST_DEVICE SortShared sort_shared(const Block& block, const SortJob<Id>& jo
   const std::int32_t words = block.shared_words - static_cast<std::int32_t>(free - block.shared());
   const std::int32_t routes = job.block_routes;
   const std::int32_t staged_words = routes / 2 + 1;
+  const std::int32_t mask_words = block.num_warps * shared.pitch;
+  // What the walk has found is kept behind it; then the masks are of no more use.
+  shared.keeps = routes <= kMost && routes <= words - (staged_words < mask_words ? mask_words : staged_words);
+  shared.stages = shared.keeps || (routes <= kMost && staged_words <= words - mask_words);
   shared.kept = free;
-  shared.staged = reinterpret_cast<std::uint16_t*>(free + (routes <= words - staged_words ? routes : 0));
-  shared.stages = routes <= kMost && staged_words <= words;
-  shared.keeps = shared.stages && routes <= words - staged_words;
+  std::int32_t* const behind = free + (shared.keeps ? routes : 0);
+  shared.staged = reinterpret_cast<std::uint16_t*>(behind);
+  shared.masks = behind + (shared.stages && !shared.keeps ? staged_words : 0);
   return shared;
 }
 
@@ -164,11 +167,23 @@ MOE_HOST_DEVICE std::int32_t route_of(const SortJob<Id>& job, const WarpRoutes& 
   const std::int32_t age = job.by_top_k.divide(n);
   return ((range.begin + age) * all + range.residue) * job.top_k() + n - age * job.top_k();
 }
-// And the one with number n of a block, in which all warps have the same number of numbers.
+// That route's number in the block, in which they are in ascending order too: the tokens of its residues without those
+// of the others between them.
 template <typename Id, typename Block>
-MOE_HOST_DEVICE std::int32_t route_of(const Block& block, const SortJob<Id>& job, std::int32_t n) {
-  const std::int32_t warp = job.by_warp_routes.divide(n);
-  return route_of(job, warp_routes(block, job, warp), n - warp * job.warp_routes);
+MOE_HOST_DEVICE std::int32_t number_in_block(const Block& block, const SortJob<Id>& job, const WarpRoutes& range,
+                                             std::int32_t n) {
+  const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
+  const std::int32_t age = job.by_top_k.divide(n);
+  return ((range.begin + age) * residues + range.residue - block.index * residues) * job.top_k() + n -
+         age * job.top_k();
+}
+// And back.
+template <typename Id, typename Block>
+MOE_HOST_DEVICE std::int32_t route_of_number(const Block& block, const SortJob<Id>& job, std::int32_t number) {
+  const std::int32_t residues = static_cast<std::int32_t>(kTokenResidues) / block.count;
+  const std::int32_t token = job.by_top_k.divide(number);
+  const auto age = static_cast<std::int32_t>(static_cast<std::uint32_t>(token) / static_cast<std::uint32_t>(residues));
+  return number + (age * (static_cast<std::int32_t>(kTokenResidues) - residues) + block.index * residues) * job.top_k();
 }
 
 // Calls visit(id as read(id, n) has it, n) for the routes of a warp, as many at a time as it has lanes. Every lane
@@ -241,18 +256,23 @@ MOE_HOST_DEVICE void count_in_parallel(Block& block, const SortJob<Id>& job, con
   });
   block.warps([&](const auto& warp) {
     std::int32_t* counters = shared.counters + warp.index * shared.pitch;
+    std::int32_t* masks = shared.masks + warp.index * shared.pitch;
     const WarpRoutes range = warp_routes(block, job, warp.index);
     std::int32_t* const kept = shared.kept + warp.index * job.warp_routes;
     std::int32_t first_bad = kNoBadId;
     walk_routes<8>(
-        job, range, warp, [&] { warp.clear(counters, round.count + 1); },
+        job, range, warp,
+        [&] {
+          warp.clear(counters, round.count + 1);
+          warp.clear(masks, round.count + 1);
+        },
         [&](Id id, std::int32_t n) {
           const std::int32_t expert = round.find(id);
           if (is_bad(id, job.num_experts) && n < first_bad) first_bad = n;
           return expert;
         },
         [&](std::int32_t expert, std::int32_t n) {
-          const std::int32_t rank = warp.take(counters, expert, round.count);
+          const std::int32_t rank = warp.take(counters, masks, expert);
           if (shared.keeps) kept[n] = expert << 16 | rank;
         });
     if (first_bad != kNoBadId) block.lower(shared.parts.first_bad, route_of(job, range, first_bad));
@@ -323,7 +343,7 @@ MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const So
   const std::int32_t begin = warp.index * job.warp_routes;
   const auto put = [&](std::int32_t expert, std::int32_t place, std::int32_t n) {
     if (shared.stages) {
-      shared.staged[place] = static_cast<std::uint16_t>(begin + n);
+      shared.staged[place] = static_cast<std::uint16_t>(number_in_block(block, job, range, n));
     } else {
       job.route_order[place + shared.shifts[expert]] = route_of(job, range, n);
     }
@@ -336,10 +356,12 @@ MOE_HOST_DEVICE void place_routes(const Warp& warp, const Block& block, const So
     }
     return;
   }
+  std::int32_t* masks = shared.masks + warp.index * shared.pitch;
   walk_routes<4>(
-      job, range, warp, [] {}, [&](Id id, std::int32_t) { return round.find(id); },
+      job, range, warp, [&] { warp.clear(masks, round.count + 1); },
+      [&](Id id, std::int32_t) { return round.find(id); },
       [&](std::int32_t expert, std::int32_t n) {
-        const std::int32_t place = warp.take(counters, expert, round.count);
+        const std::int32_t place = warp.take(counters, masks, expert);
         if (expert < round.count) put(expert, place, n);
       });
 }
@@ -365,7 +387,7 @@ MOE_HOST_DEVICE void store_staged(const Warp& warp, const Block& block, const So
       expert_end = begins[expert + 1];
       shift = shared.shifts[expert];
     }
-    job.route_order[place + shift] = route_of(block, job, shared.staged[place]);
+    job.route_order[place + shift] = route_of_number(block, job, shared.staged[place]);
   }
 }
 

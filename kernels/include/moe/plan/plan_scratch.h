@@ -15,7 +15,9 @@ inline constexpr std::int64_t kPlanBlocks = 8;
 // Shared memory of each, in int32: 225 KiB, the most that a block of compute capability 9.0 may have, less 2 KiB for
 // what has a fixed size.
 inline constexpr std::int64_t kPlanSharedWords = 225 * 256;
-// The most experts whose counters that holds for 32 warps, see SortShared; the layer's kernels take no more.
+// The most experts whose counters and masks that holds for 32 warps, see SortShared: more are sorted in several rounds.
+inline constexpr std::int64_t kRoundExperts = 512;
+// The most experts that the layer's kernels take.
 inline constexpr std::int64_t kMaxRouteExperts = 1024;
 
 // Columns of prefix sums over local experts, and arrays over segments, see parallel_plan.h.

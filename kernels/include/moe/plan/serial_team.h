@@ -37,7 +37,10 @@ struct SerialWarp {
       values[i] = before;
     }
   }
-  std::int32_t take(std::int32_t* counters, std::int32_t key, std::int32_t) const { return counters[key]++; }
+  std::int32_t take(std::int32_t* counters, std::int32_t* masks, std::int32_t key) const {
+    masks[key] = 0;  // as the device leaves it, whatever else lies there
+    return counters[key]++;
+  }
 };
 
 class SerialBlock {

@@ -18,8 +18,8 @@
 // and a Warp has index, lane, lanes, and
 //  - clear(values, n): zeroes n values for what the warp does next
 //  - exclusive_sum(values, n): puts exclusive prefix sums in the place of n values, and their total behind them, at [n]
-//  - take(counters, key, most): counters[key] as this lane finds it when the lanes increment it one after the other.
-//    The counters are this warp's alone; 0 <= key <= most <= kMaxRouteExperts, and `most` is the same in all lanes
+//  - take(counters, masks, key): counters[key] as this lane finds it when the lanes increment it one after the other.
+//    Both arrays are this warp's alone; the masks are zero before and after
 #pragma once
 
 #include <cstdint>
