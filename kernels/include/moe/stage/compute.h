@@ -79,8 +79,7 @@ __device__ void compute_tasks(const ForwardParams& params, SharedStorage<kConfig
   TaskReader<kConfig> reader(storage);
   TaskEnd<kConfig> task_end(storage);
   while (true) {
-    const TaskSlot slot = reader.wait();
-    __syncwarp();
+    const TaskSlot slot = reader.wait_by_warp();
     if (threadIdx.x % 32 == 0) reader.release_previous();
     const Task task = slot.task();
     const bool gate_up = task.kind == TaskKind::kGateUp;

@@ -25,7 +25,18 @@ class TaskReader {
     storage_.slot_full[slot()].wait(parity());
     return storage_.slots[slot()];
   }
-  // By one thread of the warp, after all its threads have read.
+  // By all threads of a warp: one reads for all, so that the one which releases the slot is the one which has read it.
+  __device__ TaskSlot wait_by_warp() {
+    storage_.slot_full[slot()].wait(parity());
+    TaskSlot read{};
+    if (threadIdx.x % 32 == 0) read = storage_.slots[slot()];
+    for (std::int32_t* word : {&read.kind, &read.expert, &read.tile, &read.column, &read.paired_columns, &read.ticket,
+                               &read.row_begin, &read.rows}) {
+      *word = __shfl_sync(~0u, *word, 0);
+    }
+    return read;
+  }
+  // By the thread that has read.
   __device__ void release_current() { storage_.slot_empty[slot()].arrive_at(0); }
   __device__ void release_previous() {
     if (index_ > 0) storage_.slot_empty[(index_ - 1) % kTaskSlots].arrive_at(0);
