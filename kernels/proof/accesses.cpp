@@ -121,9 +121,10 @@ void read_whole_tile(World& world, const Agent& agent, Accesses& access, PlaceKi
   }
 }
 
-void read_columns(World& world, const Agent& agent, Accesses& access, PlaceKind kind, std::int64_t tile,
-                  std::int64_t row) {
-  const std::int64_t columns = world.plan(agent).columns(TaskKind::kGateUp);
+// What all column tiles of `writer` have stored of a row tile.
+void read_columns(World& world, const Agent& agent, Accesses& access, PlaceKind kind, TaskKind writer,
+                  std::int64_t tile, std::int64_t row) {
+  const std::int64_t columns = world.plan(agent).columns(writer);
   for (std::int64_t c = 0; c < columns; ++c) access.read(agent.rank, kind, row, c, tile_tag(world, agent, tile, c));
 }
 
@@ -140,20 +141,21 @@ void issue_loads(World& world, Agent& agent) {
       read_pieces(world, agent, access, PlaceKind::kXRing, tile, tile % plan.schedule.x_slots);
       break;
     case TaskKind::kDown:
-      read_columns(world, agent, access, PlaceKind::kARing, tile, tile % plan.schedule.a_slots);
+      read_columns(world, agent, access, PlaceKind::kARing, TaskKind::kGateUp, tile, tile % plan.schedule.a_slots);
       break;
     case TaskKind::kDownDgrad:
       read_pieces(world, agent, access, PlaceKind::kDyRows, tile, tile);
       break;
     case TaskKind::kGateUpDgrad:
-      read_columns(world, agent, access, PlaceKind::kDh, tile, tile);
+      read_columns(world, agent, access, PlaceKind::kDh, TaskKind::kDownDgrad, tile, tile);
       break;
     case TaskKind::kWgradDown:
     case TaskKind::kWgradGateUp:
       for (std::int64_t t = plan.tables.expert_tiles[task.expert]; t < plan.tables.expert_tiles[task.expert + 1]; ++t) {
         const bool down = task.kind == TaskKind::kWgradDown;
         read_whole_tile(world, agent, access, down ? PlaceKind::kDyRows : PlaceKind::kXRows, t);
-        read_columns(world, agent, access, down ? PlaceKind::kScaledA : PlaceKind::kDh, t, t);
+        const PlaceKind columns = down ? PlaceKind::kScaledA : PlaceKind::kDh;
+        read_columns(world, agent, access, columns, TaskKind::kDownDgrad, t, t);
       }
       break;
     default:
@@ -201,7 +203,7 @@ void compute(World& world, const Agent& agent) {
       }
       break;
     case TaskKind::kRouteGrad:
-      read_columns(world, agent, access, PlaceKind::kPartials, work.tile, work.tile);
+      read_columns(world, agent, access, PlaceKind::kPartials, TaskKind::kDownDgrad, work.tile, work.tile);
       store_home(world, agent, access, PlaceKind::kHomeGrads, work.tile, 0);
       break;
     default:

@@ -132,7 +132,8 @@ moe::PlanConfig random_config(std::mt19937_64& random) {
   moe::PlanConfig config;
   config.problem = {draw(1, 5), 0, draw(1, 12), draw(1, 4), draw(1, 300), draw(1, 700), draw(0, 1), draw(0, 1200), 0};
   config.problem.rank = draw(0, config.problem.num_ranks - 1);
-  config.tiling = {128 * draw(1, 2), draw(16, 200), draw(64, 256), draw(64, 256), std::int64_t{1} << draw(0, 7),
+  config.tiling = {128 * draw(1, 2), draw(16, 200), 128 * draw(1, 3),
+                   draw(64, 256),    draw(64, 256), std::int64_t{1} << draw(0, 7),
                    draw(1, 64)};
   config.schedule = {draw(1, 6), draw(1, 3), 2 * draw(1, 4), draw(0, 3), 0, 0, draw(0, 4) == 0};
   return config;
@@ -179,10 +180,10 @@ void test_largest_config() {
   for (std::int64_t i = 0; i < moe::kNumConfigFields; ++i) values[i] = moe::kConfigFields[i].most;
   MOE_CHECK_EQUAL(moe::config_fault(values), std::string());
   const std::int64_t top = moe::kMaxIndex, extent = moe::kMaxExtent;
-  moe::PlanConfig config{{1, 0, moe::kMaxExperts, 1, extent, extent, 1, top, top}, {128, 1, 16, 16, 128, 1}, {}};
+  moe::PlanConfig config{{1, 0, moe::kMaxExperts, 1, extent, extent, 1, top, top}, {128, 1, 128, 16, 16, 128, 1}, {}};
   config.schedule = {extent, extent, extent, extent, extent, extent, 0};
   MOE_CHECK_EQUAL(moe::config_fault(config).find("expected tiles large enough"), std::size_t{0});
-  config.tiling = {extent, extent, extent, extent, 128, 64};
+  config.tiling = {extent, extent, extent, extent, extent, 128, 64};
   MOE_CHECK_EQUAL(moe::config_fault(config), std::string());
   MOE_CHECK_EQUAL(moe::workspace_bytes(true, config.problem, config.tiling, config.schedule, 8) > 0, true);
   MOE_CHECK_EQUAL(moe::workspace_bytes(false, config.problem, config.tiling, config.schedule, 8) > 0, true);

@@ -116,6 +116,7 @@ def make_case(seed: int, max_ranks: int = 8, max_tokens: int = 1500, max_experts
         max_tokens=int(max(tokens)),
         row_capacity=int(tokens.sum()) * top_k,
     )
+    tiling = replace(tiling, dgrad_columns=128 * int(random.integers(1, 4)))
     return Case(PlanConfig(problem, tiling, schedule), torch.from_numpy(counts), torch.from_numpy(tokens))
 
 

@@ -44,7 +44,8 @@ def expected_bytes(config: PlanConfig, element: int) -> dict[Region, int]:
     forward = tiles * (act + hidden) + 2
     wgrads = ceil_div(p.hidden, t.wgrad_rows) * ceil_div(p.width, t.wgrad_columns)
     wgrads += ceil_div(h_columns, t.wgrad_rows) * ceil_div(p.hidden, t.wgrad_columns)
-    backward = tiles * (act + hidden + 1) + local * wgrads + 2
+    dgrad = ceil_div(p.width, t.dgrad_columns)
+    backward = tiles * (dgrad + hidden + 1) + local * wgrads + 2
     before = 2 * (s.waves * s.num_clusters - 1) // act
     x_slots = min(s.segment_tiles if act > 1 else 2, tiles)
     a_slots = min((s.lag + 1) * (before + s.segment_tiles) + before, tiles)

@@ -28,8 +28,10 @@ def column_tiles(case: Case, kind: TaskKind) -> int:
     p, t = case.config.problem, case.config.tiling
     if kind in WGRADS:
         return ceil_div(p.width if kind == TaskKind.WGRAD_DOWN else p.hidden, t.wgrad_columns)
-    if kind in (TaskKind.GATE_UP, TaskKind.DOWN_DGRAD):
+    if kind == TaskKind.GATE_UP:
         return ceil_div(p.width, t.act_columns)
+    if kind == TaskKind.DOWN_DGRAD:
+        return ceil_div(p.width, t.dgrad_columns)
     return ceil_div(p.hidden, t.hidden_columns)
 
 

@@ -43,6 +43,7 @@ def draw_case(seed: int) -> Case:
     tiling = Tiling(
         act_columns=r.choice([128, 128, 256]),
         hidden_columns=r.choice([64, 128]),
+        dgrad_columns=r.choice([128, 256, 256]),
         wgrad_rows=r.choice([64, 128]),
         wgrad_columns=128,
         piece_rows=r.choice([32, 64, 128]),

@@ -29,7 +29,7 @@ enum class Counter : std::int32_t {
   kAReady,         // act column tiles of a row tile that are stored, per row tile
   kARead,          // hidden column tiles that have read a row tile's activations, per row tile
   kDyReady,        // pieces of a row tile of dy, per row tile
-  kDhReady,        // act column tiles of a row tile whose dh, s*a and dS partials are stored, per row tile
+  kDhReady,        // dgrad column tiles of a row tile whose dh, s*a and dS partials are stored, per row tile
   kExpertDh,       // the same, summed over an expert's row tiles, per expert
   kExpertDy,       // pieces of dy of an expert, per expert
   kExpertX,        // pieces of x of an expert, per expert

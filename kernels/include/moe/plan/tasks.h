@@ -19,7 +19,7 @@ namespace moe {
 enum class TaskKind : std::int32_t {
   kGateUp = 0,       // h and a of a row tile, one act column tile
   kDown = 1,         // o of a row tile, one hidden column tile, stored to the home ranks
-  kDownDgrad = 2,    // da, s*a, dh and dS partials of a row tile, one act column tile
+  kDownDgrad = 2,    // da, s*a, dh and dS partials of a row tile, one dgrad column tile
   kRouteGrad = 3,    // dS of a row tile: partials summed in fixed order, stored to the home ranks
   kGateUpDgrad = 4,  // dx rows of a row tile, one hidden column tile, stored to the home ranks
   kWgradDown = 5,    // one tile of dW_down of an expert
@@ -63,8 +63,9 @@ MOE_HOST_DEVICE constexpr bool is_wgrad(TaskKind kind) {
 MOE_HOST_DEVICE constexpr std::int64_t column_tiles(TaskKind kind, const Problem& p, const Tiling& t) {
   switch (kind) {
     case TaskKind::kGateUp:
-    case TaskKind::kDownDgrad:
       return t.act_tiles(p);
+    case TaskKind::kDownDgrad:
+      return t.dgrad_tiles(p);
     case TaskKind::kDown:
     case TaskKind::kGateUpDgrad:
       return t.hidden_tiles(p);
@@ -190,7 +191,7 @@ MOE_HOST_DEVICE constexpr std::int64_t max_tasks(Direction direction, const Prob
   if (direction == Direction::kForward) return tiles * (act + hidden) + 2;
   const std::int64_t down = wgrad_row_tiles(TaskKind::kWgradDown, p, t) * column_tiles(TaskKind::kWgradDown, p, t);
   const std::int64_t up = wgrad_row_tiles(TaskKind::kWgradGateUp, p, t) * column_tiles(TaskKind::kWgradGateUp, p, t);
-  return tiles * (act + hidden + 1) + p.local_experts() * (down + up) + 2;
+  return tiles * (t.dgrad_tiles(p) + hidden + 1) + p.local_experts() * (down + up) + 2;
 }
 
 // -- the pull stream --------------------------------------------------------------------------------------------------
