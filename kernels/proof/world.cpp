@@ -95,7 +95,8 @@ void World::make_rank(std::int64_t r) {
   make(PlaceKind::kXRing, schedule.x_slots, pieces);
   make(PlaceKind::kARing, schedule.a_slots, tiling.act_tiles(problem));
   for (const PlaceKind kind : {PlaceKind::kRowTable, PlaceKind::kDyRows, PlaceKind::kXRows}) make(kind, tiles, pieces);
-  for (const PlaceKind kind : {PlaceKind::kDh, PlaceKind::kScaledA, PlaceKind::kPartials}) {
+  make(PlaceKind::kDh, tiles, ceil_div(problem.width, kPartialColumns));
+  for (const PlaceKind kind : {PlaceKind::kScaledA, PlaceKind::kPartials}) {
     make(kind, tiles, tiling.dgrad_tiles(problem));
   }
   make(PlaceKind::kHomeRows, problem.max_routes(), tiling.hidden_tiles(problem));

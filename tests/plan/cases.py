@@ -17,7 +17,7 @@ from moe_megakernel.plan_names import Direction
 
 CLASSES = 64
 KINDS = ("uniform", "zipf", "one expert", "few experts", "none")
-ALL_NEEDS = [GradNeeds(*(bool(mask >> i & 1) for i in range(4))) for mask in range(16)]
+ALL_NEEDS = [GradNeeds(*(bool(mask >> i & 1) for i in range(7))) for mask in range(128)]
 
 
 @dataclass(frozen=True)

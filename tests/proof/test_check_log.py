@@ -227,7 +227,7 @@ def test_arguments_are_refused_in_words() -> None:
     refuse(r"moe::check_log: records: expected a contiguous int64 tensor of shape \[N, 8\]", records=log.records[:, :7])
     refuse(r"moe::check_log: records: expected fields in \[-1, \d+\], got -2 in row 0", records=log.records * 0 - 2)
     refuse(r"moe::check_log: launch: expected direction 0 or 1, got 2", launch=torch.tensor([2, 0, 0, 1]))
-    refuse(r"moe::check_log: launch: expected needs of 4 bits, got 16", launch=torch.tensor([0, 16, 0, 1]))
+    refuse(r"moe::check_log: launch: expected needs of 7 bits, got 128", launch=torch.tensor([0, 128, 0, 1]))
     refuse(r"moe::check_log: launch: expected tokens in \[0, 300\], got 301", launch=torch.tensor([0, 0, 301, 1]))
     refuse(r"moe::check_log: launch: expected a contiguous int64 tensor of 4", launch=torch.tensor([0]))
     refuse(
