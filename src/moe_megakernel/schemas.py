@@ -159,8 +159,10 @@ class Options(NamedTuple):
         return self.needs != 0 and not self.recompute
 
 
-#: How many arguments `layer_forward` has, and where the backend stands in those of every inner op.
+#: How many arguments `layer_forward` has, how many tensors `layer_backward`, and where the backend stands in the
+#: arguments of every inner op.
 LAYER_ARGUMENTS = len(Inputs._fields) + 1 + len(Options._fields)
+BACKWARD_TENSORS = len(Saved._fields) + 1
 BACKEND = Options._fields.index("backend") - len(Options._fields)
 
 
