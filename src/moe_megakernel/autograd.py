@@ -25,7 +25,7 @@ _DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # By position, as `schemas.read_forward` names them: this runs in every forward.
-    x, _, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_grad_gate_up, main_grad_down, _, *rest = inputs
+    x, topk_idx, topk_weights, w_gate_up, w_down, bias_gate_up, bias_down, main_gate_up, main_down, _, *rest = inputs
     *group, activation, alpha, limit, backend, asked, recompute = rest
     _, h, anchor, *plan = output
     flags = ctx.needs_input_grad
@@ -36,12 +36,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.options = (activation, alpha, limit, backend, pack_needs(needs), recompute)
     ctx.group = group
     # Outside the saved tensors, since backward changes them in place.
-    ctx.main_grads = (main_grad_gate_up if needs.w_gate_up else None, main_grad_down if needs.w_down else None)
+    ctx.main_grads = (main_gate_up if needs.w_gate_up else None, main_down if needs.w_down else None)
     ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(h, *plan)
     ctx.save_for_backward(
         x if needs.w_gate_up or recompute else None,
+        topk_idx,
         topk_weights,
         w_gate_up if needs.x or recompute else None,
         w_down if needs.da else None,

@@ -1,6 +1,6 @@
 """Settings of the whole process: how long to wait, and how much of a GPU the kernels may take.
 
-The timeout is read by `distributed.group` and, like the number of SMs, by `hopper.forward`; both are set by users
+The timeout is read by `distributed.group` and, like the number of SMs, by `hopper.launch`; both are set by users
 through the functions here or the environment.
 """
 

@@ -17,11 +17,21 @@ from .checks import OP
 from .distributed.group import get_group
 from .distributed.layer import FORWARD, GroupPlan, group_backward, group_forward
 from .errors import MoEError, raise_pending
+from .hopper.backward import layer_backward as hopper_layer_backward
 from .hopper.forward import layer_forward as hopper_layer_forward
 from .reference.experts import RowGrads
 from .reference.layer import layer_backward, layer_forward
 from .reference.route import route
-from .schemas import BACKEND, LAYER_ARGUMENTS, GroupOptions, lib, read_backward, read_forward, unpack_needs
+from .schemas import (
+    BACKEND,
+    BACKWARD_TENSORS,
+    LAYER_ARGUMENTS,
+    GroupOptions,
+    lib,
+    read_backward,
+    read_forward,
+    unpack_needs,
+)
 
 
 def _anchor(x: Tensor) -> Tensor:
@@ -93,6 +103,15 @@ def _pack_grads(dy: Tensor, dx: Tensor | None, dtopk_weights: Tensor | None, gra
 
 
 def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    if args[BACKEND] != "reference":
+        given: tuple[Any, ...] = (*args[:BACKWARD_TENSORS], None, None, *args[BACKWARD_TENSORS:])  # no main gradients
+        return hopper_layer_backward(*given)
+    return _backward(args, grouped=False)
+
+
+def _layer_backward_accumulate(*args: Any) -> tuple[Tensor, ...]:
+    if args[BACKEND] != "reference":
+        return hopper_layer_backward(*args)
     return _backward(args, grouped=False)
 
 
@@ -104,7 +123,7 @@ _IMPLEMENTATIONS = {
     "layer_forward": _forward,
     "group_forward": _forward,
     "layer_backward": _layer_backward,
-    "layer_backward_accumulate": _layer_backward,
+    "layer_backward_accumulate": _layer_backward_accumulate,
     "group_backward": _group_backward,
     "group_backward_accumulate": _group_backward,
 }

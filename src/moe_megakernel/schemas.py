@@ -32,8 +32,8 @@ _OPTIONS = "str activation, float alpha, float limit, str backend, int needs, bo
 _FORWARD = f"{_INPUTS.format(none='')}, int num_experts"
 _RESULTS = "Tensor y, Tensor h, Tensor anchor, Tensor expert_offsets"
 _SAVED = (
-    "Tensor dy, Tensor? x, Tensor topk_weights, Tensor? w_gate_up, Tensor? w_down, Tensor? bias_gate_up, "
-    "Tensor? bias_down, Tensor h, Tensor anchor, Tensor expert_offsets"
+    "Tensor dy, Tensor? x, Tensor topk_idx, Tensor topk_weights, Tensor? w_gate_up, Tensor? w_down, "
+    "Tensor? bias_gate_up, Tensor? bias_down, Tensor h, Tensor anchor, Tensor expert_offsets"
 )
 _PLAN = "Tensor row_order, Tensor route_order, Tensor splits"
 _MAIN = "Tensor(a!) main_grad_gate_up, Tensor(b!) main_grad_down"
@@ -107,10 +107,14 @@ def packed_needs(inputs: InputTensors) -> int:
 
 
 class Saved(NamedTuple):
-    """The first tensors of a backward op, see `_SAVED`; `expert_offsets` is followed by the rest of the plan."""
+    """The first tensors of a backward op, see `_SAVED`; `expert_offsets` is followed by the rest of the plan.
+
+    The fused kernels build the plan of their launch from topk_idx; the reference does without.
+    """
 
     dy: Tensor
     x: Tensor | None
+    topk_idx: Tensor
     topk_weights: Tensor
     w_gate_up: Tensor | None
     w_down: Tensor | None
@@ -155,8 +159,10 @@ class Options(NamedTuple):
         return self.needs != 0 and not self.recompute
 
 
-#: How many arguments `layer_forward` has, and where the backend stands in those of every inner op.
+#: How many arguments `layer_forward` has, how many tensors `layer_backward`, and where the backend stands in the
+#: arguments of every inner op.
 LAYER_ARGUMENTS = len(Inputs._fields) + 1 + len(Options._fields)
+BACKWARD_TENSORS = len(Saved._fields) + 1
 BACKEND = Options._fields.index("backend") - len(Options._fields)
 
 

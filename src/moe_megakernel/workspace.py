@@ -12,7 +12,8 @@ from . import _native
 from .activations import resolve_activation
 from .distributed.capacity import default_row_capacity
 from .distributed.partition import expert_range
-from .hopper.forward import workspace_bytes as kernel_bytes
+from .hopper.backward import workspace_bytes as backward_kernel_bytes
+from .hopper.forward import workspace_bytes as forward_kernel_bytes
 from .hopper.support import kernel_fault
 from .reference.numerics import compute_dtype, rows_dtype
 from .reference.route import TOKEN_CLASSES
@@ -47,9 +48,9 @@ def workspace_bytes(
         activation: as in the op.
         recompute: h is computed again in backward instead of being saved.
         training: False for a forward without gradients.
-        backend: "reference", or "mega" or "staged" on one rank: then "forward.workspace" stands for what the forward
-            needs besides its results. It is kept between calls, once for each stream (`release_workspaces`). The
-            backward is the reference's.
+        backend: "reference", or "mega" or "staged" on one rank: then "forward.workspace" and "backward.workspace" stand
+            for what they need besides their results. Both lie in the same memory, as large as the larger of them, which
+            is kept between calls, once for each stream (`release_workspaces`).
         num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference.
 
     Returns:
@@ -83,9 +84,10 @@ def workspace_bytes(
             sizes["saved.splits"] = 8 * 2 * ranks
     if backend != "reference":
         _check_kernels(backend, dtype, hidden, expert_width, num_experts, ranks)
-        sizes["forward.workspace"] = kernel_bytes(
-            tokens, top_k, num_experts, hidden, expert_width, act.gated, backend == "staged", num_sms
-        )
+        figures = (tokens, top_k, num_experts, hidden, expert_width, act.gated, backend == "staged", num_sms)
+        sizes["forward.workspace"] = forward_kernel_bytes(*figures)
+        if training:
+            sizes["backward.workspace"] = backward_kernel_bytes(*figures)
     else:
         sizes["forward.class_counts"] = 4 * num_experts * TOKEN_CLASSES * (1 if ranks == 1 else ranks + 1)
         sizes["forward.x_rows"] = rows * hidden * item
@@ -96,7 +98,7 @@ def workspace_bytes(
         if ranks > 1:
             sizes["forward.x_sent"] = routes * hidden * item
             sizes["forward.o_arrived"] = routes * hidden * row_item
-    if training:
+    if training and backend == "reference":
         sizes["backward.x_rows"] = rows * hidden * item
         sizes["backward.dy_rows"] = rows * hidden * item
         sizes["backward.dx_rows"] = rows * hidden * row_item

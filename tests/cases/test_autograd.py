@@ -138,6 +138,7 @@ def test_a14_saved_tensors(recompute: bool) -> None:
         if not any(mask):
             assert not saved
             continue
+        assert any(t.data_ptr() == leaves.topk_idx.data_ptr() for t in saved), "the caller's own ids, not a copy"
         dh = wanted["x"] or wanted["w_gate_up"] or wanted["bias_gate_up"]
         expected = {
             "x": wanted["w_gate_up"] or recompute,

@@ -75,8 +75,7 @@ def backward_arguments(probe: Probe, needs: int) -> tuple[Any, ...]:
     args = forward_arguments(probe, needs)
     y, *saved = torch.ops.moe.layer_forward(*args)
     dy = torch.randn(y.shape).to(y.dtype)
-    x, _, *parameters = layer_arguments(probe)
-    return (dy, x, *parameters, *saved, *args[-6:])
+    return (dy, *layer_arguments(probe), *saved, *args[-6:])
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda p: p.name)

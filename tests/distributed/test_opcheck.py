@@ -51,7 +51,7 @@ def check_ops(rank: Rank, hidden: int, dtype: torch.dtype, bias: bool, recompute
         y, h, anchor, *plan = torch.ops.moe.group_forward(*arguments)
     dy = _strided(torch.randn(y.shape).to(dtype))
     weights = (t if t is None else t.detach() for t in tensors[3:])
-    saved = (dy, tensors[0].detach(), leaves.topk_weights.detach(), *weights, h, anchor)
+    saved = (dy, tensors[0].detach(), leaves.topk_idx, leaves.topk_weights.detach(), *weights, h, anchor)
     _check(torch.ops.moe.group_backward.default, (*saved, *plan, *group, *options))
     # The one that adds into buffers is no part of a trace, and so has no effect to check: schema and fake only.
     main = [

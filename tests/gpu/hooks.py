@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_megakernel.hopper import testing
 from moe_megakernel.hopper.testing import RECORD_WORDS
-from moe_megakernel.plan import PlanConfig
-from moe_megakernel.plan_names import Counter, Role
+from moe_megakernel.plan import GradNeeds, PlanConfig
+from moe_megakernel.plan_names import Counter, Direction, Role
 from moe_megakernel.testing import LayerInputs
 
 RAISE = 2
@@ -23,22 +23,22 @@ RAISE = 2
 WORKERS = 8
 
 
-def fault(counter: Counter, index: int) -> AbstractContextManager[None]:
+def fault(counter: Counter, index: int, direction: Direction = Direction.FORWARD) -> AbstractContextManager[None]:
     """Launches inside leave out every raise of one element of a counter."""
-    return testing.fault(counter, index)
+    return testing.fault(counter, index, direction)
 
 
-def logged() -> AbstractContextManager[Sequence[Tensor]]:
+def logged(direction: Direction = Direction.FORWARD) -> AbstractContextManager[Sequence[Tensor]]:
     """Launches inside each add their log to the sequence."""
-    return testing.logged()
+    return testing.logged(direction)
 
 
-def plan_config(inputs: LayerInputs, staged: bool = False) -> PlanConfig:
+def plan_config(inputs: LayerInputs, staged: bool = False, direction: Direction = Direction.FORWARD) -> PlanConfig:
     """The plan that a launch with these inputs uses, rings as they are."""
     (tokens, top_k), (experts, columns, hidden) = inputs.topk_idx.shape, inputs.w_gate_up.shape
     width = inputs.w_down.shape[2]
     sizes = {"tokens": tokens, "top_k": top_k, "num_experts": experts, "hidden": hidden, "width": width}
-    return testing.plan_config(**sizes, gated=columns != width, staged=staged)
+    return testing.plan_config(**sizes, gated=columns != width, staged=staged, direction=direction)
 
 
 def read_log(words: Tensor) -> Tensor:
@@ -51,11 +51,18 @@ def read_log(words: Tensor) -> Tensor:
     return torch.cat([fields.long(), rows[:, 3:]], dim=1)
 
 
-def check_launch(records: Tensor, inputs: LayerInputs, expert_offsets: Tensor) -> str:
-    """Why the log of a launch is not what the plan prescribes, or ""."""
+def check_launch(
+    records: Tensor,
+    inputs: LayerInputs,
+    expert_offsets: Tensor,
+    direction: Direction = Direction.FORWARD,
+    needs: GradNeeds = GradNeeds(),  # noqa: B008  (immutable)
+) -> str:
+    """Why the log of a launch is not what the plan prescribes, or ""; `needs` are those of a backward."""
     block, role, event, counter, value = (records[:, column] for column in (0, 1, 2, 4, 6))
     num_blocks = int(block[role == Role.LOAD].max()) // 2 * 2 + 2
     (generation,) = value[(event == RAISE) & (counter == Counter.PLAN_READY)].tolist()
-    launch = torch.tensor([0, 15, inputs.x.shape[0], generation])
-    log = Log(records, plan_config(inputs).tensor(), launch, expert_offsets.long().cpu())
+    launch = torch.tensor([direction, needs.mask(), inputs.x.shape[0], generation])
+    config = plan_config(inputs, direction=direction).tensor()
+    log = Log(records, config, launch, expert_offsets.long().cpu())
     return check_log(log, num_blocks, WORKERS * num_blocks)

@@ -1,7 +1,7 @@
 """What tests of the fused kernels share: where they run, inputs on the device, a float64 reference, and one check.
 
 `check_layer` is what most cases call. It runs both backends on poisoned memory and a workspace full of NaN; compares
-steps, backends and the route of the reference by bits, and all results with float64.
+steps, steps that compute h again, backends and the route of the reference by bits, and all results with float64.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 from moe_megakernel import config
 from moe_megakernel.activations import resolve_activation
 from moe_megakernel.backends import available_backends
-from moe_megakernel.testing import LayerInputs, assert_equal_bits, plain_activation, poisoned_memory
+from moe_megakernel.schemas import unpack_needs
+from moe_megakernel.testing import DIFFERENTIABLE, LayerInputs, assert_equal_bits, plain_activation, poisoned_memory
 
 KERNELS = ("mega", "staged")
 #: `pytestmark` of a module that needs the kernels.
@@ -91,19 +92,37 @@ def saved(inputs: LayerInputs, backend: str, needs: int = ALL_NEEDS) -> Saved:
     return Saved(y, h[: int(offsets[-1])], offsets, row_route)
 
 
+def backward_arguments(y: Tensor, dy: Tensor | None = None) -> tuple[Any, ...]:
+    """What autograd would hand to `layer_backward` for `y`, read from its node; dy of ones by default."""
+    node: Any = y.grad_fn
+    assert node is not None
+    return (torch.ones_like(y) if dy is None else dy, *node.saved_tensors, *node.options)
+
+
+def gradients(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Calls the inner op of the backward; gradients by name, those that were not asked for are left out."""
+    results = torch.ops.moe.layer_backward(*arguments)
+    needs = unpack_needs(arguments[-2])
+    return {name: grad for name, need, grad in zip(DIFFERENTIABLE, needs, results, strict=True) if need}
+
+
 def fill_workspace(inputs: LayerInputs, backend: str) -> None:
-    """A call whose rows are all NaN and all there, so that the next one finds them wherever it reads too far."""
+    """A step whose rows are all NaN and all there, so that the next one finds them wherever it reads too far."""
     ids = torch.where(inputs.topk_idx < 0, 0, inputs.topk_idx)
-    with torch.no_grad():
-        replace(inputs, x=torch.full_like(inputs.x, torch.nan), topk_idx=ids).call(backend=backend)
+    y = replace(inputs, x=torch.full_like(inputs.x, torch.nan), topk_idx=ids).leaves().call(backend=backend)
+    y.backward(torch.full_like(y, torch.nan))
 
 
 def kernel_step(inputs: LayerInputs, backend: str) -> Results:
-    """y and gradients of one backend; a second step and a call without gradients must have the same bits."""
+    """y and gradients of one backend; a second step, one that computes h again and a call without gradients must have
+    the same bits.
+    """
     with poisoned_memory():
         fill_workspace(inputs, backend)
         first = run_step(inputs, backend=backend)
         assert_same_bits(run_step(inputs, backend=backend), first)
+        fill_workspace(inputs, backend)
+        assert_same_bits(run_step(inputs, backend=backend, recompute=True), first)
         with torch.no_grad():
             assert_equal_bits(inputs.call(backend=backend), first["y"], "y without gradients")
     return first

@@ -1,13 +1,15 @@
-"""Small layers for compute-sanitizer: `python -m tests.gpu.sanitized` runs each twice by both backends.
+"""Small layers for compute-sanitizer: `python -m tests.gpu.sanitized` runs forward and backward of each by both
+backends.
 
 Fast paths, odd widths, dropped and skewed routes, and few SMs, so that every ring turns over. Prints one line a layer,
-and fails where two steps or backends differ.
+and fails where two steps or backends differ, kept and recomputed h included.
 """
 
 from __future__ import annotations
 
 import torch
 from tests.gpu.layers import KERNELS, missing_kernels, on_device, saved, set_num_sms
+from tests.steps import assert_same_bits, run_step
 
 import moe_megakernel
 from moe_megakernel.testing import LayerInputs, assert_equal_bits, make_inputs, random_routing
@@ -31,11 +33,13 @@ def main() -> None:
     set_num_sms(8)
     for name, layer in layers().items():
         inputs = on_device(layer)
-        first = saved(inputs, "mega")
+        first, expected = saved(inputs, "mega"), run_step(inputs, backend="mega")
         for backend in KERNELS:
             again = saved(inputs, backend)
             for field in first._fields:
                 assert_equal_bits(getattr(again, field), getattr(first, field), f"{name}: {field} of {backend}")
+            for recompute in (False, True):
+                assert_same_bits(run_step(inputs, backend=backend, recompute=recompute), expected)
         print(name, flush=True)
     torch.cuda.synchronize()
     moe_megakernel.check_errors()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.gpu.layers import backward_arguments
 
 import moe_megakernel
 from moe_megakernel.testing import (
@@ -149,6 +150,19 @@ def test_graph_capture_is_refused_in_words():
     refused = pytest.raises(moe_megakernel.MoEError, match="backend: expected one without host synchronisation")
     with refused, torch.cuda.graph(graph):
         inputs.call(backend="reference")
+    torch.cuda.synchronize()
+    assert inputs.call(backend="reference").isfinite().all()
+
+
+def test_graph_capture_of_a_backward_is_refused_in_words():
+    inputs, _ = cuda_inputs(torch.float32)
+    arguments = backward_arguments(inputs.call(backend="reference"))
+    torch.ops.moe.layer_backward(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    refused = pytest.raises(moe_megakernel.MoEError, match="backend: expected one without host synchronisation")
+    with refused, torch.cuda.graph(graph):
+        torch.ops.moe.layer_backward(*arguments)
     torch.cuda.synchronize()
     assert inputs.call(backend="reference").isfinite().all()
 

@@ -5,39 +5,28 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.hopper.stand_in import Calls, note_launches
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_megakernel import _native, config, inner_ops, workspace_bytes
 from moe_megakernel.errors import MoEError
 from moe_megakernel.hopper import forward
-from moe_megakernel.hopper.forward import LaunchSizes
+from moe_megakernel.hopper.launch import LaunchSizes
 from moe_megakernel.hopper.ops import ACTIVATION_NUMBERS
 from moe_megakernel.hopper.testing import fault, logged, most_records
 from moe_megakernel.plan_names import Counter
 from moe_megakernel.schemas import Inputs, Options
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 16, 8, 2
-ARGUMENTS = [a.name for a in torch.ops.moe.hopper_forward.default._schema.arguments]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Arguments of every launch, by name."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(forward, "_launch", lambda *a: calls.append(dict(zip(ARGUMENTS, a, strict=True))))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(forward, "device_sms", lambda index: 132)
-    monkeypatch.setattr(forward, "workspace_bytes", lambda *a: 1000 + a[0])
-    monkeypatch.setattr(forward, "get_workspace", lambda device, size: torch.zeros(size, dtype=torch.uint8))
-    monkeypatch.setattr(forward, "status_record", lambda device: SimpleNamespace(tensor=torch.zeros(16).long()))
-    monkeypatch.setattr(config, "_num_sms", None)
-    monkeypatch.setattr(config, "_timeout", 2.5)
-    return calls
+def launches(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return note_launches(monkeypatch, forward)
 
 
 def make_call(tokens: int = 5, needs: int = 0, backend: str = "mega", activation: str = "swiglu") -> tuple[Any, ...]:
@@ -59,9 +48,7 @@ def make_call(tokens: int = 5, needs: int = 0, backend: str = "mega", activation
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("needs", [0, 63])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_results_look_as_the_fake_says(
-    launches: list[dict[str, Any]], tokens: int, needs: int, activation: str
-) -> None:
+def test_results_look_as_the_fake_says(launches: Calls, tokens: int, needs: int, activation: str) -> None:
     call = make_call(tokens, needs, activation=activation)
     results = inner_ops._forward(*call)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -72,7 +59,7 @@ def test_results_look_as_the_fake_says(
         assert not results[3].any(), "no rows for any expert"
 
 
-def test_the_launch_gets_what_it_needs(launches: list[dict[str, Any]]) -> None:
+def test_the_launch_gets_what_it_needs(launches: Calls) -> None:
     call = make_call(needs=63, backend="staged")
     y, h, _, offsets, row_route = inner_ops._forward(*call)
     (given,) = launches
@@ -87,14 +74,14 @@ def test_the_launch_gets_what_it_needs(launches: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(None, 132), (64, 64), (200, 132)])
-def test_sms(launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, asked: int | None, taken: int) -> None:
+def test_sms(launches: Calls, monkeypatch: pytest.MonkeyPatch, asked: int | None, taken: int) -> None:
     monkeypatch.setattr(config, "_num_sms", asked)
     inner_ops._forward(*make_call())
     assert launches[0]["num_sms"] == taken
     assert launches[0]["staged"] is False
 
 
-def test_tensors_that_do_not_fit_are_copied(launches: list[dict[str, Any]]) -> None:
+def test_tensors_that_do_not_fit_are_copied(launches: Calls) -> None:
     call = list(make_call())
     call[0] = torch.randn(HIDDEN, 5, dtype=torch.bfloat16).t()
     call[4] = torch.randn(EXPERTS, WIDTH, HIDDEN, dtype=torch.bfloat16).transpose(1, 2)
@@ -104,9 +91,7 @@ def test_tensors_that_do_not_fit_are_copied(launches: list[dict[str, Any]]) -> N
         assert torch.equal(launches[0][name], tensor)
 
 
-def test_capture_is_refused_only_where_the_host_reads_counts(
-    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capture_is_refused_only_where_the_host_reads_counts(launches: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device, backend: str) -> None:
         raise MoEError("capture")
 
@@ -117,7 +102,7 @@ def test_capture_is_refused_only_where_the_host_reads_counts(
         inner_ops._forward(*make_call(backend="reference"))
 
 
-def test_hooks_of_tests_reach_the_launch(launches: list[dict[str, Any]]) -> None:
+def test_hooks_of_tests_reach_the_launch(launches: Calls) -> None:
     call = make_call(tokens=7, backend="staged", activation="relu2")
     with fault(Counter.X_READY, 2), logged() as logs:
         inner_ops._forward(*call)
@@ -147,10 +132,11 @@ def test_workspace_bytes_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match=r"workspace_bytes: x: expected bfloat16, got float32 \(with backend 'mega'\)"):
         workspace_bytes(5, HIDDEN, WIDTH, EXPERTS, TOP_K, backend="mega", dtype=torch.float32)
     monkeypatch.setattr(_native, "load_cuda", lambda: True)
-    monkeypatch.setattr(workspace, "kernel_bytes", lambda *a: sum(a))
+    monkeypatch.setattr(workspace, "forward_kernel_bytes", lambda *a: sum(a))
+    monkeypatch.setattr(workspace, "backward_kernel_bytes", lambda *a: 2 * sum(a))
     sizes = workspace_bytes(5, HIDDEN, WIDTH, EXPERTS, TOP_K, backend="staged", num_sms=100)
-    assert sizes["forward.workspace"] == 5 + TOP_K + EXPERTS + HIDDEN + WIDTH + True + True + 100
-    reference = workspace_bytes(5, HIDDEN, WIDTH, EXPERTS, TOP_K)
-    assert {n: s for n, s in sizes.items() if n != "forward.workspace"} == {
-        n: s for n, s in reference.items() if not n.startswith("forward.")
-    }
+    figures = 5 + TOP_K + EXPERTS + HIDDEN + WIDTH + True + True + 100
+    saved = {n: s for n, s in workspace_bytes(5, HIDDEN, WIDTH, EXPERTS, TOP_K).items() if n.startswith("saved.")}
+    assert sizes == {**saved, "forward.workspace": figures, "backward.workspace": 2 * figures}
+    inference = workspace_bytes(5, HIDDEN, WIDTH, EXPERTS, TOP_K, backend="mega", num_sms=100, training=False)
+    assert inference == {"forward.workspace": figures - 1}

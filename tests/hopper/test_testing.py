@@ -8,28 +8,28 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moe_megakernel.hopper import forward
-from moe_megakernel.hopper.forward import LaunchHooks, LaunchSizes
+from moe_megakernel.hopper import launch
+from moe_megakernel.hopper.launch import LaunchHooks, LaunchSizes
 from moe_megakernel.hopper.testing import RECORD_WORDS, fault, logged, most_records
-from moe_megakernel.plan_names import Counter
+from moe_megakernel.plan_names import Counter, Direction
 
 CPU = torch.device("cpu")
 SIZES = LaunchSizes(20, 2, 4, 64, 64, True, False, 8)
 
 
-def find() -> LaunchHooks:
-    assert forward.find_hooks is not None
-    return forward.find_hooks(SIZES, CPU)
+def find(direction: Direction = Direction.FORWARD) -> LaunchHooks:
+    assert launch.find_hooks is not None
+    return launch.find_hooks(direction, SIZES, CPU)
 
 
 def test_a_fault_is_that_of_the_innermost_context() -> None:
-    assert forward.find_hooks is None
+    assert launch.find_hooks is None
     with fault(Counter.X_READY, 3):
         assert find() == (None, Counter.X_READY, 3)
         with fault(Counter.PEER_DONE, 0):
             assert find() == (None, Counter.PEER_DONE, 0)
         assert find() == (None, Counter.X_READY, 3)
-    assert forward.find_hooks is None
+    assert launch.find_hooks is None
 
 
 def test_every_launch_has_a_log_of_its_own() -> None:
@@ -41,13 +41,24 @@ def test_every_launch_has_a_log_of_its_own() -> None:
             both = find()
         assert both.log is logs[3]
         assert both.skip_counter == Counter.A_READ
-        assert forward.find_hooks is not None
-    assert forward.find_hooks is None
+        assert launch.find_hooks is not None
+    assert launch.find_hooks is None
     assert len({log.data_ptr() for log in logs}) == 4
     for log in logs:
         assert log.dtype == torch.int64
         assert len(log) == 1 + RECORD_WORDS * most_records(SIZES)
         assert not log.any()
+
+
+def test_a_direction_has_its_own_hooks() -> None:
+    nothing = LaunchHooks()
+    with fault(Counter.DH_READY, 1, Direction.BACKWARD), fault(Counter.A_READY, 2), logged() as logs:
+        assert find(Direction.BACKWARD) == (None, Counter.DH_READY, 1)
+        assert find() == (logs[0], Counter.A_READY, 2)
+    with logged(Direction.BACKWARD):
+        assert find() == nothing
+    with fault(Counter.X_READY, 0):
+        assert find(Direction.BACKWARD) == nothing
 
 
 def test_an_error_inside_leaves_no_hook() -> None:
@@ -57,7 +68,7 @@ def test_an_error_inside_leaves_no_hook() -> None:
 
     with pytest.raises(ValueError, match="inside"), fault(Counter.A_READY, 0), logged():
         fail(find)
-    assert forward.find_hooks is None
+    assert launch.find_hooks is None
 
 
 def test_launches_of_other_threads_are_meant_too() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.plan.cases import KINDS, count_classes, random_ids
 
-from moe_megakernel.hopper.forward import LaunchSizes
+from moe_megakernel.hopper.launch import LaunchSizes
 from moe_megakernel.hopper.testing import MOST_WAITS, RECORD_WORDS, most_records, plan_config
 from moe_megakernel.plan import ROW_TILE, PlanConfig, Schedule, Tiling, make_layout, make_plan
 from moe_megakernel.plan_names import Region

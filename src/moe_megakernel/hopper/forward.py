@@ -1,52 +1,24 @@
 """The forward of one rank in the fused kernels: the backends `mega` (one launch) and `staged` (one launch a stage).
 
 Called by `inner_ops` for calls that `support` lets through. Allocates the outputs, brings tensors into the kernels'
-layout, and calls `moe::hopper_forward`, which returns at once: no step waits for the device. Every figure that does not
-change from call to call is kept, because a small layer takes no longer than this function.
+layout, and calls `moe::hopper_forward`, which returns at once: no step waits for the device. `backward` is its mirror.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..config import get_num_sms, get_timeout
+from ..plan_names import Direction
 from .device_status import status_record
+from .launch import hooks_for, num_sms_for, on_its_device, timeout_ns
 from .layout import aligned_bias, aligned_rows, aligned_weight
 from .ops import ACTIVATION_NUMBERS
 from .workspaces import get_workspace
 
 _launch = torch.ops.moe.hopper_forward.default
-
-
-class LaunchSizes(NamedTuple):
-    """What a launch's memory depends on: T, K, E, H, I, rows of w_gate_up (2I or I), backend, SMs."""
-
-    tokens: int
-    top_k: int
-    num_experts: int
-    hidden: int
-    width: int
-    gated: bool
-    staged: bool
-    num_sms: int
-
-
-class LaunchHooks(NamedTuple):
-    """The last arguments of `hopper.ops` that only tests fill in."""
-
-    log: Tensor | None = None
-    skip_counter: int = -1
-    skip_index: int = 0
-
-
-_NO_HOOKS = LaunchHooks()
-#: Asked for the hooks of every launch on a device, or None; set by `hopper.testing`.
-find_hooks: Callable[[LaunchSizes, torch.device], LaunchHooks] | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -57,18 +29,7 @@ def workspace_bytes(
     return torch.ops.moe.hopper_workspace_bytes(tokens, top_k, num_experts, hidden, width, gated, staged, num_sms)
 
 
-@cache
-def device_sms(index: int) -> int:
-    """SMs of a CUDA device, rounded down to pairs."""
-    return torch.cuda.get_device_properties(index).multi_processor_count // 2 * 2
-
-
-def num_sms_for(index: int) -> int:
-    """SMs that a launch on the device takes at most: those of `set_num_sms`, as far as there are so many."""
-    asked, available = get_num_sms(), device_sms(index)
-    return available if asked is None else min(asked, available)
-
-
+@on_its_device
 def layer_forward(
     x: Tensor,
     topk_idx: Tensor,
@@ -101,27 +62,6 @@ def layer_forward(
         RuntimeError: the launch failed. What fails on the device is raised by a later call (`device_status`).
     """
     device = x.device
-    index = device.index
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return layer_forward(
-                x,
-                topk_idx,
-                topk_weights,
-                w_gate_up,
-                w_down,
-                bias_gate_up,
-                bias_down,
-                main_grad_gate_up,
-                main_grad_down,
-                num_experts,
-                activation,
-                alpha,
-                limit,
-                backend,
-                needs,
-                recompute,
-            )
     (tokens, top_k), (_, columns, hidden), width = topk_idx.shape, w_gate_up.shape, w_down.shape[2]
     routes = tokens * top_k
     y = x.new_empty(tokens, hidden)
@@ -130,10 +70,9 @@ def layer_forward(
     if tokens == 0:
         return y, h, topk_idx.new_zeros(num_experts + 1, dtype=torch.int32), row_route
     expert_offsets = topk_idx.new_empty(num_experts + 1, dtype=torch.int32)
-    staged, num_sms = backend == "staged", num_sms_for(index)
+    staged, num_sms = backend == "staged", num_sms_for(device.index)
     sizes = (tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
-    find = find_hooks  # once: another thread may take it away
-    log, skip_counter, skip_index = _NO_HOOKS if find is None else find(LaunchSizes(*sizes), device)
+    log, skip_counter, skip_index = hooks_for(Direction.FORWARD, sizes, device)
     _launch(
         aligned_rows(x),
         topk_idx,
@@ -155,7 +94,7 @@ def layer_forward(
         limit,
         staged,
         num_sms,
-        int(get_timeout() * 1e9),
+        timeout_ns(),
         skip_counter,
         skip_index,
     )

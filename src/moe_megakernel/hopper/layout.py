@@ -2,7 +2,8 @@
 
 Rows of x and of the weights travel by bulk copies and TMA: contiguous, 16-byte aligned, rows and experts a multiple of
 16 bytes apart. Of x a stride of 0, as `expand` makes it, is fine; TMA, which reads weights, wants rows and experts at
-least a row apart. Called by `hopper.forward`; sizes are multiples of 8 already (`support.kernel_fault`).
+least a row apart. Called by `hopper.forward` and `hopper.backward`; sizes are multiples of 8
+already (`support.kernel_fault`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def aligned_rows(x: Tensor) -> Tensor:
 def aligned_weight(weight: Tensor) -> Tensor:
     """A weight [L, rows, columns] in bfloat16, or a copy of it, that TMA can read."""
     return weight if _fits(weight, weight.shape[2]) else _copy(weight)
+
+
+def aligned_main_grad(main_grad: Tensor) -> Tensor:
+    """A main gradient in float32, or a copy of it, contiguous and aligned; what is added to a copy is copied back."""
+    return main_grad if main_grad.is_contiguous() and main_grad.data_ptr() % _BYTES == 0 else _copy(main_grad)
 
 
 def aligned_bias(bias: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Hooks for tests of the fused kernels: a signal that is left out, the log of a launch, and the plan that it follows.
 
-Nothing here is needed to run a layer. Hooks hold for all launches of this process while a context is open, in every
-thread, and contexts nest; launches of a CUDA graph have those of its capture. Used by `tests/gpu`.
+Nothing here is needed to run a layer. Hooks hold for all launches of one direction of this process while a context is
+open, in every thread, and contexts nest; launches of a CUDA graph have those of its capture. Used by `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .. import _native
 from ..plan import ROW_TILE, PlanConfig
-from ..plan_names import Counter
-from . import forward
-from .forward import LaunchHooks, LaunchSizes, num_sms_for
+from ..plan_names import Counter, Direction
+from . import launch
+from .launch import LaunchHooks, LaunchSizes, num_sms_for
 
 #: int64 words of a record of the log, `LogRecord` in `plan/log.h`.
 RECORD_WORDS = 5
@@ -29,8 +29,8 @@ STARTS_OF_SM = 16
 PLAN_RECORDS = 3
 
 _lock = threading.Lock()
-_faults: list[tuple[Counter, int]] = []
-_logs: list[list[Tensor]] = []
+_faults: list[tuple[Direction, Counter, int]] = []
+_logs: list[tuple[Direction, list[Tensor]]] = []
 
 
 def plan_config(
@@ -43,6 +43,7 @@ def plan_config(
     gated: bool,
     staged: bool,
     num_sms: int | None = None,
+    direction: Direction = Direction.FORWARD,
 ) -> PlanConfig:
     """The plan's configuration that a launch of one rank takes, rings as they are.
 
@@ -51,24 +52,35 @@ def plan_config(
         gated: w_gate_up has 2I rows, else I.
         staged: the backend is "staged", else "mega".
         num_sms: blocks at most, even; None for what a launch on the current CUDA device takes.
+        direction: of the launch.
 
     Raises:
-        RuntimeError: without the native library; or `moe::hopper_plan_config: argument: expected ..., got ...`.
+        RuntimeError: without the native library; or `moe::hopper_..plan_config: argument: expected ..., got ...`.
     """
     if not _native.load():
         raise RuntimeError(f"plan_config: native library: expected it loaded, got {_native.why_missing()}")
     sms = num_sms_for(torch.cuda.current_device()) if num_sms is None else num_sms
-    values = torch.ops.moe.hopper_plan_config(tokens, top_k, num_experts, hidden, width, gated, staged, sms)
+    forward = direction == Direction.FORWARD
+    op = torch.ops.moe.hopper_plan_config if forward else torch.ops.moe.hopper_backward_plan_config
+    values = op(tokens, top_k, num_experts, hidden, width, gated, staged, sms)
     return PlanConfig.from_values(values.tolist())
 
 
-def most_records(sizes: LaunchSizes) -> int:
-    """Records that no log of such a launch exceeds, whatever the routing."""
-    config = plan_config(**sizes._asdict())
+def most_records(sizes: LaunchSizes, direction: Direction = Direction.FORWARD) -> int:
+    """Records that no log of such a launch exceeds, whatever the routing and the gradients asked for."""
+    config = plan_config(**sizes._asdict(), direction=direction)
     problem, tiling = config.problem, config.tiling
+    backward = direction == Direction.BACKWARD
     routes = problem.row_capacity
     row_tiles = routes // ROW_TILE + min(problem.num_experts, routes)
-    columns = -(-problem.width // tiling.act_columns) + -(-problem.hidden // tiling.hidden_columns)
+    act_tiles = -(-problem.width // tiling.act_columns)
+    columns = act_tiles + -(-problem.hidden // tiling.hidden_columns)
+    sources = 1
+    weight_tiles = 0
+    if backward:
+        columns += act_tiles + 1  # h computed again, and dS
+        sources = 2
+        weight_tiles = problem.num_experts * _weight_gradient_tiles(config)
     of_task = 1 + 2 * (3 * MOST_WAITS)  # the claim; for each block, waits of load and of compute, and raises
     of_piece = 1 + 2 * MOST_WAITS
     of_combine = 2  # the claim, and the wait for "done" of the only rank
@@ -76,15 +88,23 @@ def most_records(sizes: LaunchSizes) -> int:
     return (
         PLAN_RECORDS
         + STARTS_OF_SM * sizes.num_sms
-        + row_tiles * columns * of_task
+        + (row_tiles * columns + weight_tiles) * of_task
         + close_and_drain
-        + row_tiles * (ROW_TILE // tiling.piece_rows) * of_piece
+        + sources * row_tiles * (ROW_TILE // tiling.piece_rows) * of_piece
         + -(-sizes.tokens // tiling.combine_tokens) * of_combine
     )
 
 
+def _weight_gradient_tiles(config: PlanConfig) -> int:
+    """Tiles of dW_down and dW_gate_up of one expert."""
+    problem, tiling = config.problem, config.tiling
+    h_columns = problem.width * (2 if problem.gated else 1)
+    weights = ((problem.hidden, problem.width), (h_columns, problem.hidden))
+    return sum(-(-rows // tiling.wgrad_rows) * -(-columns // tiling.wgrad_columns) for rows, columns in weights)
+
+
 @contextmanager
-def fault(counter: Counter, index: int) -> Iterator[None]:
+def fault(counter: Counter, index: int, direction: Direction = Direction.FORWARD) -> Iterator[None]:
     """Leaves out, in launches inside, every raise of one element of a counter; the innermost of several holds.
 
     The launch then runs into the timeout (`moe_megakernel.set_timeout`) unless nobody waits for that element.
@@ -92,10 +112,11 @@ def fault(counter: Counter, index: int) -> Iterator[None]:
     Args:
         counter: whose raises; not `PLAN_READY`, which another kernel raises.
         index: of the element; for `PEER_DONE` the rank.
+        direction: which launches are meant.
     """
     with _lock:
-        _faults.append((counter, index))
-        forward.find_hooks = _find_hooks
+        _faults.append((direction, counter, index))
+        launch.find_hooks = _find_hooks
     try:
         yield
     finally:
@@ -105,16 +126,16 @@ def fault(counter: Counter, index: int) -> Iterator[None]:
 
 
 @contextmanager
-def logged() -> Iterator[list[Tensor]]:
-    """Yields a list to which every launch inside appends its log, in the order of the calls.
+def logged(direction: Direction = Direction.FORWARD) -> Iterator[list[Tensor]]:
+    """Yields a list to which every launch of one direction inside appends its log, in the order of the calls.
 
     A log is int64 on the launch's device: the number of records, then room for `most_records` of `RECORD_WORDS` words
     each, `LogRecord` of `plan/log.h`. It is complete when the launch has run: synchronise before reading.
     """
     logs: list[Tensor] = []
     with _lock:
-        _logs.append(logs)
-        forward.find_hooks = _find_hooks
+        _logs.append((direction, logs))
+        launch.find_hooks = _find_hooks
     try:
         yield logs
     finally:
@@ -125,14 +146,16 @@ def logged() -> Iterator[list[Tensor]]:
 
 def _uninstall() -> None:
     if not _faults and not _logs:
-        forward.find_hooks = None
+        launch.find_hooks = None
 
 
-def _find_hooks(sizes: LaunchSizes, device: torch.device) -> LaunchHooks:
+def _find_hooks(direction: Direction, sizes: LaunchSizes, device: torch.device) -> LaunchHooks:
     with _lock:
-        counter, index = _faults[-1] if _faults else (-1, 0)
+        faults = [(counter, index) for meant, counter, index in _faults if meant == direction]
+        open_logs = [logs for meant, logs in _logs if meant == direction]
+        counter, index = faults[-1] if faults else (-1, 0)
         log = None
-        if _logs:
-            log = torch.zeros(1 + RECORD_WORDS * most_records(sizes), dtype=torch.int64, device=device)
-            _logs[-1].append(log)
+        if open_logs:
+            log = torch.zeros(1 + RECORD_WORDS * most_records(sizes, direction), dtype=torch.int64, device=device)
+            open_logs[-1].append(log)
     return LaunchHooks(log, int(counter), index)

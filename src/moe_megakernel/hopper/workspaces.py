@@ -2,7 +2,8 @@
 
 Launches on one stream follow each other, so they share memory; launches on two streams may run at once and never do.
 The first bytes of a workspace are zeroed once, when it is allocated: flags and the generation in them live from launch
-to launch. It backs no tensor that a user can hold. Called by `hopper.forward`; `device_status` drops a device's
+to launch. It backs no tensor that a user can hold. Called by `hopper.forward`
+and `hopper.backward`, whose launches share it; `device_status` drops a device's
 workspaces after a timeout.
 """
 
@@ -50,7 +51,7 @@ def get_workspace(device: torch.device, num_bytes: int) -> Tensor:
 
     Args:
         device: with its index; the current device.
-        num_bytes: of `hopper_workspace_bytes`.
+        num_bytes: of `hopper_workspace_bytes` or `hopper_backward_workspace_bytes`.
     """
     if _capturing():
         return _new_workspace(num_bytes, device)
