@@ -7,7 +7,7 @@ set_property(CACHE MOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(MOE_LEAST_NVCC 13.0)
 
 file(GLOB MOE_CUDA_INSTANCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/forward/instances/*.cu)
-file(GLOB MOE_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/forward/*.cu)
+file(GLOB MOE_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/forward/*.cu kernels/backward/*.cu)
 
 # Sets MOE_CUDA_MISSING to the reason why the kernels cannot be compiled here, or to nothing, and enables the language.
 macro(moe_find_cuda)

@@ -130,12 +130,17 @@ inline constexpr std::int32_t kStages = 3;  // h recomputed; down dgrads; dS and
 struct StageOrder {
   const BackwardParts& parts;
   const GradNeeds& needs;
-  std::int32_t delays[kStages];  // in minibatches, behind the first stage
+  std::int32_t dgrad_delay;  // in minibatches, behind the first stage
+  std::int32_t last_delay;
 
   MOE_HOST_DEVICE StageOrder(const BackwardJob& job, const BackwardParts& of)
-      : parts(of), needs(job.shape.needs), delays{} {
-    delays[1] = needs.recomputes() ? job.plan.shape.lag : 0;
-    delays[2] = delays[1] + job.plan.shape.lag;
+      : parts(of),
+        needs(job.shape.needs),
+        dgrad_delay(needs.recomputes() ? job.plan.shape.lag : 0),
+        last_delay(dgrad_delay + job.plan.shape.lag) {}
+
+  MOE_HOST_DEVICE std::int32_t delay(std::int32_t stage) const {
+    return stage == 0 ? 0 : stage == 1 ? dgrad_delay : last_delay;
   }
 
   // Tasks of a stage that belong to minibatches before q.
@@ -150,7 +155,7 @@ struct StageOrder {
     MOE_ROLLED
     for (std::int32_t other = 0; other < kStages; ++other) {
       if (other == stage) continue;
-      const std::int32_t at = q + delays[stage] - delays[other] + (other < stage ? 1 : 0);
+      const std::int32_t at = q + delay(stage) - delay(other) + (other < stage ? 1 : 0);
       tasks += before(other, at < 0 ? 0 : min32(at, parts.plan.minibatches));
     }
     return tasks;
@@ -172,9 +177,10 @@ MOE_HOST_DEVICE void fill_route_grads(const Warp& warp, Task* tasks, const Segme
   MOE_ROLLED
   for (std::int32_t i = warp.lane; i < segment.tiles * kFields; i += warp.lanes) {
     const std::int32_t tile = i / kFields, field = i % kFields;
-    const std::int32_t values[3] = {static_cast<std::int32_t>(TaskKind::kRouteGrad), segment.expert,
-                                    segment.tile_begin + tile};
-    store_word(tasks, i, field < 3 ? values[field] : 0);
+    std::int32_t value = field == 0 ? static_cast<std::int32_t>(TaskKind::kRouteGrad) : 0;
+    if (field == 1) value = segment.expert;
+    if (field == 2) value = segment.tile_begin + tile;
+    store_word(tasks, i, value);
   }
 }
 
