@@ -6,8 +6,9 @@ set_property(CACHE MOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 # The oldest nvcc that the kernels have been compiled with.
 set(MOE_LEAST_NVCC 13.0)
 
-file(GLOB MOE_CUDA_INSTANCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/forward/instances/*.cu)
-file(GLOB MOE_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/forward/*.cu)
+file(GLOB MOE_CUDA_INSTANCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/*/instances/*.cu)
+file(GLOB MOE_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_SOURCE_DIR}" kernels/forward/*.cu
+     kernels/backward/*.cu kernels/layer/*.cu)
 
 # Sets MOE_CUDA_MISSING to the reason why the kernels cannot be compiled here, or to nothing, and enables the language.
 macro(moe_find_cuda)
@@ -73,7 +74,7 @@ if(MOE_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set_target_properties(moe_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${MOE_CCACHE}")
 endif()
 
-set(MOE_CUDA_BINDINGS kernels/bindings/forward.cpp)
+set(MOE_CUDA_BINDINGS kernels/bindings/forward.cpp kernels/bindings/backward.cpp)
 if(EXISTS "${CMAKE_SOURCE_DIR}/kernels/bindings/route_cuda.cpp")
   list(APPEND MOE_CUDA_BINDINGS kernels/bindings/route_cuda.cpp)
 endif()

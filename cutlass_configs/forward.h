@@ -61,6 +61,7 @@ constexpr ForwardChoice choose_forward(const Problem& p, bool staged, std::int64
   Tiling& t = choice.tiling;
   t.act_columns = p.gated != 0 ? columns / 2 : columns;
   t.hidden_columns = columns;
+  t.dgrad_columns = columns;
   t.wgrad_rows = 128;
   t.wgrad_columns = columns;
   // Pieces of at most 64 KB: small ones start the first tiles early, large ones cost fewer tickets.

@@ -80,12 +80,14 @@ def edge_table() -> str:
 
 
 def sample_plans() -> list[PlanTables]:
-    """A forward and a backward plan with every kind of wait in them, of four experts with 600 rows each."""
+    """Plans of both directions with every kind of wait in them, of four experts with 600 rows each."""
     problem = Problem(1, 0, 4, 1, 512, 512, True, 2400, 2400)
     config = PlanConfig(problem, Tiling(), Schedule(num_clusters=1, waves=2, segment_tiles=2, lag=1))
     counts = torch.zeros(1, 4, 64, dtype=torch.int32)
     counts[:, :, :60] = 10
-    return [make_plan(config, counts, torch.tensor([2400]), direction, GradNeeds()) for direction in Direction]
+    forward = make_plan(config, counts, torch.tensor([2400]))
+    needs = [GradNeeds(recompute=recompute) for recompute in (False, True)]
+    return [forward, *(make_plan(config, counts, torch.tensor([2400]), Direction.BACKWARD, n) for n in needs)]
 
 
 def task_table() -> str:

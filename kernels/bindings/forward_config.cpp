@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kOp = "hopper_plan_config";
 
-// -> int64 [22], PlanConfig of one rank.
+// -> int64 [23], PlanConfig of one rank.
 Tensor hopper_plan_config(std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts, std::int64_t hidden,
                           std::int64_t width, bool gated, bool staged, std::int64_t num_sms) {
   for (const std::int64_t size : {tokens, top_k, num_experts, hidden, width}) {

@@ -35,13 +35,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const PlanConfig read = read_config(kTables, config);
   STD_TORCH_CHECK(direction == 0 || direction == 1,
                   "moe::plan_tables: direction: expected 0 (forward) or 1 (backward), got ", direction);
-  STD_TORCH_CHECK(needs >= 0 && needs < 16, "moe::plan_tables: needs: expected a mask of 4 bits, got ", needs);
+  STD_TORCH_CHECK(needs >= 0 && needs < 1 << kNumGradNeeds, "moe::plan_tables: needs: expected a mask of ",
+                  kNumGradNeeds, " bits, got ", needs);
   const Numbers starts = token_starts(kTables, read, class_counts, tokens);
   const RankRoutes routes = rank_routes(class_counts, starts.data());
   check_capacity(kTables, read, routes);
   const Numbers offsets = offsets_of_experts(read, routes);
   const std::int64_t own_tokens = tokens.const_data_ptr<std::int64_t>()[read.problem.rank];
-  const GradNeeds grads{(needs & 1) != 0, (needs & 2) != 0, (needs & 4) != 0, (needs & 8) != 0};
+  const GradNeeds grads = needs_of_mask(needs);
   const OwnedPlan owned =
       build_plan(read, offsets.data(), own_tokens, static_cast<Direction>(direction), grads, kGeneration);
   const Plan& plan = owned.plan;

@@ -42,7 +42,7 @@ ExploreOptions read_options(const char* op, const Tensor& options) {
                                                         {"x_spare", 0, kMany},
                                                         {"a_spare", 0, kMany},
                                                         {"directions", 0, 3},
-                                                        {"needs", -1, 15},
+                                                        {"needs", -1, (1 << kNumGradNeeds) - 1},
                                                         {"routing", -1, proof::kNumRoutings - 1},
                                                         {"tokens", -1, proof::kNumTokenCounts - 1}};
   check_vector(op, "options", options, kNumExploreOptions);
@@ -90,7 +90,7 @@ proof::Stats run_explorer(const char* op, const proof::RunOptions& run, proof::R
   return {};
 }
 
-// config [22] as plan_tables takes it, the rank unread; options [9] of ExploreOptions; slots of 0 are what the launches
+// config [23] as plan_tables takes it, the rank unread; options [9] of ExploreOptions; slots of 0 are what the launches
 // need at least, plus the spare ones. -> int64: steps, launches of all ranks, tasks, pieces, combines, accesses, row
 // tiles, slots of both rings, pieces and activations that took over a slot.
 Tensor explore(const Tensor& config, const Tensor& options, std::int64_t seed, std::int64_t launches,
@@ -105,7 +105,7 @@ Tensor explore(const Tensor& config, const Tensor& options, std::int64_t seed, s
                    0);
 }
 
-// A run without fault, with the log of one rank and launch -> what check_log takes: records [N, 8], config [22], launch
+// A run without fault, with the log of one rank and launch -> what check_log takes: records [N, 8], config [23], launch
 // [4], expert_offsets [L + 1].
 std::tuple<Tensor, Tensor, Tensor, Tensor> explore_log(const Tensor& config, const Tensor& options, std::int64_t seed,
                                                        std::int64_t launches, const std::string& scheduler,
@@ -130,9 +130,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> explore_log(const Tensor& config, con
   }
   Numbers fields(static_cast<std::size_t>(kNumConfigFields));
   std::memcpy(fields.data(), &log.config, sizeof(log.config));
-  const std::int64_t needs = (log.needs.x ? 1 : 0) | (log.needs.topk_weights ? 2 : 0) | (log.needs.w_gate_up ? 4 : 0) |
-                             (log.needs.w_down ? 8 : 0);
-  const Numbers ran{static_cast<std::int64_t>(log.direction), needs, log.tokens, log.generation};
+  const Numbers ran{static_cast<std::int64_t>(log.direction), mask_of_needs(log.needs), log.tokens, log.generation};
   return {to_tensor(config, records, kLogColumns), to_tensor(config, fields, 0), to_tensor(config, ran, 0),
           to_tensor(config, log.expert_offsets, 0)};
 }
@@ -167,7 +165,7 @@ Numbers read_offsets(const PlanConfig& config, const Tensor& expert_offsets) {
   return Numbers(values, values + size);
 }
 
-// records int64 [N, 8] of LogRecord; config [22] of the rank, its rings as they were; launch [4]: direction, mask of
+// records int64 [N, 8] of LogRecord; config [23] of the rank, its rings as they were; launch [4]: direction, mask of
 // needs, tokens of the rank and generation; expert_offsets [L + 1]; num_combiners of proof/check_log.h. Returns why the
 // log is rejected, or "".
 std::string check_log(const Tensor& records, const Tensor& config, const Tensor& launch, const Tensor& expert_offsets,
@@ -180,7 +178,8 @@ std::string check_log(const Tensor& records, const Tensor& config, const Tensor&
   check_vector("check_log", "launch", launch, kLaunchFields);
   const auto* ran = launch.const_data_ptr<std::int64_t>();
   STD_TORCH_CHECK(ran[0] == 0 || ran[0] == 1, "moe::check_log: launch: expected direction 0 or 1, got ", ran[0]);
-  STD_TORCH_CHECK(ran[1] >= 0 && ran[1] < 16, "moe::check_log: launch: expected needs of 4 bits, got ", ran[1]);
+  STD_TORCH_CHECK(ran[1] >= 0 && ran[1] < 1 << kNumGradNeeds, "moe::check_log: launch: expected needs of ",
+                  kNumGradNeeds, " bits, got ", ran[1]);
   STD_TORCH_CHECK(ran[2] >= 0 && ran[2] <= read.problem.max_tokens, "moe::check_log: launch: expected tokens in [0, ",
                   read.problem.max_tokens, "], got ", ran[2]);
   const Numbers offsets = read_offsets(read, expert_offsets);
@@ -188,7 +187,7 @@ std::string check_log(const Tensor& records, const Tensor& config, const Tensor&
                   "moe::check_log: num_blocks: expected an even number from 2 on, got ", num_blocks);
   STD_TORCH_CHECK(num_combiners >= 0 && num_combiners <= kMaxIndex - num_blocks,
                   "moe::check_log: num_combiners: expected 0 to ", kMaxIndex - num_blocks, ", got ", num_combiners);
-  const GradNeeds needs{(ran[1] & 1) != 0, (ran[1] & 2) != 0, (ran[1] & 4) != 0, (ran[1] & 8) != 0};
+  const GradNeeds needs = needs_of_mask(ran[1]);
   const OwnedPlan owned = build_plan(read, offsets.data(), ran[2], static_cast<Direction>(ran[0]), needs, ran[3]);
   std::vector<LogRecord> log;
   const auto* fields = records.const_data_ptr<std::int64_t>();

@@ -3,10 +3,10 @@
 #include <cuda/atomic>
 
 #include "cluster_team.h"
+#include "layer/shared_memory.h"
 #include "moe/plan/parallel.h"
 #include "moe/sync/report.h"
 #include "route_kernel.h"
-#include "shared_memory.h"
 
 namespace moe {
 namespace {

@@ -121,10 +121,33 @@ void read_whole_tile(World& world, const Agent& agent, Accesses& access, PlaceKi
   }
 }
 
-void read_columns(World& world, const Agent& agent, Accesses& access, PlaceKind kind, std::int64_t tile,
-                  std::int64_t row) {
-  const std::int64_t columns = world.plan(agent).columns(TaskKind::kGateUp);
+// What all column tiles of `writer` have stored of a row tile.
+void read_columns(World& world, const Agent& agent, Accesses& access, PlaceKind kind, TaskKind writer,
+                  std::int64_t tile, std::int64_t row) {
+  const std::int64_t columns = world.plan(agent).columns(writer);
   for (std::int64_t c = 0; c < columns; ++c) access.read(agent.rank, kind, row, c, tile_tag(world, agent, tile, c));
+}
+
+// Columns of one tile in units of kPartialColumns, of which tiles of every width are whole numbers.
+struct Units {
+  std::int64_t begin;
+  std::int64_t end;
+};
+Units units_of(std::int64_t column, std::int64_t tile_columns, const Problem& p) {
+  const std::int64_t each = tile_columns / kPartialColumns;
+  const std::int64_t all = ceil_div(p.width, kPartialColumns);
+  return {column * each, (column + 1) * each < all ? (column + 1) * each : all};
+}
+
+// Of a unit of recomputed h, where dh will be.
+Tag h_tag(World& world, const Agent& agent, std::int64_t tile, std::int64_t unit) {
+  return tile_tag(world, agent, tile, unit + (1 << 19));
+}
+
+void read_dh(World& world, const Agent& agent, Accesses& access, std::int64_t tile) {
+  for (std::int64_t u = 0; u < ceil_div(world.config.problem.width, kPartialColumns); ++u) {
+    access.read(agent.rank, PlaceKind::kDh, tile, u, tile_tag(world, agent, tile, u));
+  }
 }
 
 // TMA loads; descriptors and coordinates come from the tables by the generic proxy.
@@ -137,23 +160,28 @@ void issue_loads(World& world, Agent& agent) {
   Accesses access(world, agent, true, {world.first_strand(agent), ++agent.first_strand_epoch});
   switch (task.kind) {
     case TaskKind::kGateUp:
-      read_pieces(world, agent, access, PlaceKind::kXRing, tile, tile % plan.schedule.x_slots);
+      if (plan.direction == Direction::kBackward) {
+        read_pieces(world, agent, access, PlaceKind::kXRows, tile, tile);
+      } else {
+        read_pieces(world, agent, access, PlaceKind::kXRing, tile, tile % plan.schedule.x_slots);
+      }
       break;
     case TaskKind::kDown:
-      read_columns(world, agent, access, PlaceKind::kARing, tile, tile % plan.schedule.a_slots);
+      read_columns(world, agent, access, PlaceKind::kARing, TaskKind::kGateUp, tile, tile % plan.schedule.a_slots);
       break;
     case TaskKind::kDownDgrad:
       read_pieces(world, agent, access, PlaceKind::kDyRows, tile, tile);
       break;
     case TaskKind::kGateUpDgrad:
-      read_columns(world, agent, access, PlaceKind::kDh, tile, tile);
+      read_dh(world, agent, access, tile);
       break;
     case TaskKind::kWgradDown:
     case TaskKind::kWgradGateUp:
       for (std::int64_t t = plan.tables.expert_tiles[task.expert]; t < plan.tables.expert_tiles[task.expert + 1]; ++t) {
         const bool down = task.kind == TaskKind::kWgradDown;
         read_whole_tile(world, agent, access, down ? PlaceKind::kDyRows : PlaceKind::kXRows, t);
-        read_columns(world, agent, access, down ? PlaceKind::kScaledA : PlaceKind::kDh, t, t);
+        if (down) read_columns(world, agent, access, PlaceKind::kScaledA, TaskKind::kDownDgrad, t, t);
+        if (!down) read_dh(world, agent, access, t);
       }
       break;
     default:
@@ -177,6 +205,43 @@ void store_home(World& world, const Agent& agent, Accesses& access, PlaceKind ki
   }
 }
 
+// h, or the a of the forward.
+void store_gate_up(World& world, const Agent& agent, Accesses& access, const BlockWork& work) {
+  const Plan& plan = world.plan(agent);
+  if (plan.direction == Direction::kForward) {
+    if (work.tile >= plan.schedule.a_slots) ++world.stats.a_reuses;
+    access.write(agent.rank, PlaceKind::kARing, work.tile % plan.schedule.a_slots, work.column,
+                 tile_tag(world, agent, work.tile, work.column));
+    return;
+  }
+  const Units units = units_of(work.column, plan.tiling.act_columns, plan.problem);
+  for (std::int64_t u = units.begin; u < units.end; ++u) {
+    access.write(agent.rank, PlaceKind::kDh, work.tile, u, h_tag(world, agent, work.tile, u));
+  }
+}
+
+// The weights of the tile's rows come with dy; without it those of the only rank are at hand.
+void down_dgrad(World& world, const Agent& agent, Accesses& access, const BlockWork& work) {
+  const Plan& plan = world.plan(agent);
+  if (plan.needs.da() || world.num_ranks() > 1) {
+    read_pieces(world, agent, access, PlaceKind::kRowTable, work.tile, work.tile);
+  } else {
+    for (const PlaceKind kind : {PlaceKind::kRouteOrder, PlaceKind::kWeights}) {
+      access.read(agent.rank, kind, 0, 0, make_tag(world.generation(agent), 0, 0));
+    }
+  }
+  const Units units = units_of(work.column, plan.tiling.dgrad_columns, plan.problem);
+  for (std::int64_t u = units.begin; u < units.end; ++u) {
+    if (plan.needs.recomputes()) {
+      access.read(agent.rank, PlaceKind::kDh, work.tile, u, h_tag(world, agent, work.tile, u));
+    }
+    access.write(agent.rank, PlaceKind::kDh, work.tile, u, tile_tag(world, agent, work.tile, u));
+  }
+  for (const PlaceKind kind : {PlaceKind::kScaledA, PlaceKind::kPartials}) {
+    access.write(agent.rank, kind, work.tile, work.column, tile_tag(world, agent, work.tile, work.column));
+  }
+}
+
 void compute(World& world, const Agent& agent) {
   Accesses access = generic(world, agent);
   read_tables(world, agent, access);
@@ -184,25 +249,28 @@ void compute(World& world, const Agent& agent) {
   const Task& task = plan.tasks[agent.ticket];
   const BlockWork work = plan.work(task, agent.block % 2);
   if (!work.valid) return;
-  const Tag tag = tile_tag(world, agent, work.tile, work.column);
   switch (task.kind) {
     case TaskKind::kGateUp:
-      if (work.tile >= plan.schedule.a_slots) ++world.stats.a_reuses;
-      access.write(agent.rank, PlaceKind::kARing, work.tile % plan.schedule.a_slots, work.column, tag);
+      store_gate_up(world, agent, access, work);
       break;
     case TaskKind::kDown:
     case TaskKind::kGateUpDgrad:
       store_home(world, agent, access, PlaceKind::kHomeRows, work.tile, work.column);
       break;
     case TaskKind::kDownDgrad:
-      read_pieces(world, agent, access, PlaceKind::kRowTable, work.tile, work.tile);
-      for (const PlaceKind kind : {PlaceKind::kDh, PlaceKind::kScaledA, PlaceKind::kPartials}) {
-        access.write(agent.rank, kind, work.tile, work.column, tag);
-      }
+      down_dgrad(world, agent, access, work);
       break;
     case TaskKind::kRouteGrad:
-      read_columns(world, agent, access, PlaceKind::kPartials, work.tile, work.tile);
+      read_columns(world, agent, access, PlaceKind::kPartials, TaskKind::kDownDgrad, work.tile, work.tile);
+      read_pieces(world, agent, access, PlaceKind::kDyRows, work.tile, work.tile);  // for the bias in dS
       store_home(world, agent, access, PlaceKind::kHomeGrads, work.tile, 0);
+      break;
+    case TaskKind::kBiasDown:
+    case TaskKind::kBiasGateUp:
+      for (std::int64_t t = plan.tables.expert_tiles[task.expert]; t < plan.tables.expert_tiles[task.expert + 1]; ++t) {
+        if (task.kind == TaskKind::kBiasDown) read_pieces(world, agent, access, PlaceKind::kDyRows, t, t);
+        if (task.kind == TaskKind::kBiasGateUp) read_dh(world, agent, access, t);
+      }
       break;
     default:
       break;

@@ -59,8 +59,8 @@ class ExpertDraw {
 };
 
 GradNeeds draw_needs(const ExploreOptions& options, Random& random) {
-  const std::int64_t mask = options.needs >= 0 ? options.needs : 1 + random.below(15);
-  return {(mask & 1) != 0, (mask & 2) != 0, (mask & 4) != 0, (mask & 8) != 0};
+  const std::int64_t mask = options.needs >= 0 ? options.needs : 1 + random.below((1 << kNumGradNeeds) - 1);
+  return needs_of_mask(mask);
 }
 
 Direction draw_direction(const ExploreOptions& options, std::int64_t index, Random& random) {

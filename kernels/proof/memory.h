@@ -24,9 +24,9 @@ enum class PlaceKind : std::int32_t {
   kRowTable,     // [row tile, piece]: route numbers and weights beside the pulled rows
   kDyRows,       // [row tile, piece]
   kXRows,        // [row tile, piece]
-  kDh,           // [row tile, act column tile]
-  kScaledA,      // [row tile, act column tile]
-  kPartials,     // [row tile, act column tile]
+  kDh,           // [row tile, kPartialColumns columns]: dh, before it recomputed h
+  kScaledA,      // [row tile, dgrad column tile]
+  kPartials,     // [row tile, dgrad column tile]
   kHomeRows,     // [route, hidden column tile]
   kHomeGrads,    // [route, 1]: dS
 };

@@ -17,9 +17,9 @@ inline constexpr const char* kCounterNames[] = {"kPlanReady", "kXReady",  "kXRea
 static_assert(sizeof(kCounterNames) / sizeof(kCounterNames[0]) == static_cast<std::size_t>(kNumCounters),
               "every counter has a name");
 
-inline constexpr const char* kTaskNames[] = {"gate_up",       "down",       "down dgrad",    "route grad",
-                                             "gate_up dgrad", "down wgrad", "gate_up wgrad", "close",
-                                             "drain",         "dispatch",   "combine",       "plan"};
+inline constexpr const char* kTaskNames[] = {
+    "gate_up", "down",  "down dgrad", "route grad", "gate_up dgrad", "down wgrad", "gate_up wgrad",
+    "close",   "drain", "dispatch",   "combine",    "plan",          "down bias",  "gate_up bias"};
 static_assert(sizeof(kTaskNames) / sizeof(kTaskNames[0]) == static_cast<std::size_t>(kNumTaskKinds),
               "every kind of task has a name");
 

@@ -84,7 +84,7 @@ bool refill_load(World& world, Agent& agent, const ClaimListener& claimed) {
   agent.ticket = ticket;
   const Task& task = world.plan(agent).tasks[ticket];
   add_task_waits(world, agent, task);
-  if (has_loads(task)) add_step(agent, OpKind::kIssueLoads);
+  if (has_loads(world.plan(agent), task)) add_step(agent, OpKind::kIssueLoads);
   add_step(agent, OpKind::kLandLoads);
   return true;
 }
@@ -99,7 +99,7 @@ bool refill_compute(World& world, Agent& agent, const ClaimListener& claimed) {
   const Plan& plan = world.plan(agent);
   const Task& task = plan.tasks[ticket];
   const bool works = plan.work(task, agent.block % 2).valid;
-  if (has_loads(task)) add_step(agent, OpKind::kJoinLoads);
+  if (has_loads(plan, task)) add_step(agent, OpKind::kJoinLoads);
   add_task_waits(world, agent, task);
   if (task.kind == TaskKind::kDrain && works) add_flag_waits(world, agent, TaskKind::kDrain);
   add_step(agent, OpKind::kCompute);
@@ -146,7 +146,10 @@ bool refill_pull(World& world, Agent& agent, const ClaimListener& claimed) {
 
 }  // namespace
 
-bool has_loads(const Task& task) { return is_tile_task(task.kind) || is_wgrad(task.kind); }
+bool has_loads(const Plan& plan, const Task& task) {
+  if (task.kind == TaskKind::kDownDgrad) return plan.needs.da();
+  return is_tile_task(task.kind) || is_wgrad(task.kind);
+}
 
 std::vector<Op> flush_steps(World& world, Agent& agent) {
   std::vector<Op> steps;

@@ -19,6 +19,6 @@ bool refill(World& world, Agent& agent, const ClaimListener& claimed);
 std::vector<Op> flush_steps(World& world, Agent& agent);
 
 // Whether load fetches operands in a task.
-bool has_loads(const Task& task);
+bool has_loads(const Plan& plan, const Task& task);
 
 }  // namespace moe::proof

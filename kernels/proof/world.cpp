@@ -86,7 +86,6 @@ void World::make_rank(std::int64_t r) {
     state.grids[static_cast<std::size_t>(kind)] = Grid(kind, r, rows, columns);
   };
   const std::int64_t pieces = pieces_of_tile(tiling);
-  const std::int64_t act = tiling.act_tiles(problem);
   make(PlaceKind::kTokens, 2, 1);
   make(PlaceKind::kWeights, 1, 1);
   make(PlaceKind::kClassCounts, 1, 1);
@@ -94,9 +93,12 @@ void World::make_rank(std::int64_t r) {
   make(PlaceKind::kHeader, num_ranks(), 1);
   make(PlaceKind::kTables, 1, 1);
   make(PlaceKind::kXRing, schedule.x_slots, pieces);
-  make(PlaceKind::kARing, schedule.a_slots, act);
+  make(PlaceKind::kARing, schedule.a_slots, tiling.act_tiles(problem));
   for (const PlaceKind kind : {PlaceKind::kRowTable, PlaceKind::kDyRows, PlaceKind::kXRows}) make(kind, tiles, pieces);
-  for (const PlaceKind kind : {PlaceKind::kDh, PlaceKind::kScaledA, PlaceKind::kPartials}) make(kind, tiles, act);
+  make(PlaceKind::kDh, tiles, ceil_div(problem.width, kPartialColumns));
+  for (const PlaceKind kind : {PlaceKind::kScaledA, PlaceKind::kPartials}) {
+    make(kind, tiles, tiling.dgrad_tiles(problem));
+  }
   make(PlaceKind::kHomeRows, problem.max_routes(), tiling.hidden_tiles(problem));
   make(PlaceKind::kHomeGrads, problem.max_routes(), 1);
   state.clusters.resize(static_cast<std::size_t>(options.clusters));

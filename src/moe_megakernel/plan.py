@@ -50,13 +50,15 @@ class Problem:
 class Tiling:
     """Extents of tiles and of small tasks.
 
-    act_columns: columns of the activation that a gate_up (and down dgrad) tile makes, a multiple of 128.
-    hidden_columns: columns of a down (and gate_up dgrad) tile. wgrad_rows, wgrad_columns: of a weight gradient tile.
-    piece_rows: rows that one dispatch ticket moves, a divisor of 128. combine_tokens: tokens of one combine ticket.
+    act_columns: columns of the activation that a gate_up tile makes, a multiple of 128. hidden_columns: columns of a
+    down (and gate_up dgrad) tile. dgrad_columns: columns of the activation's gradient that a down dgrad tile makes, a
+    multiple of 128. wgrad_rows, wgrad_columns: of a weight gradient tile. piece_rows: rows that one dispatch ticket
+    moves, a divisor of 128. combine_tokens: tokens of one combine ticket.
     """
 
     act_columns: int = 128
     hidden_columns: int = 256
+    dgrad_columns: int = 128
     wgrad_rows: int = 128
     wgrad_columns: int = 256
     piece_rows: int = 32
@@ -117,12 +119,18 @@ class PlanConfig:
 
 
 class GradNeeds(NamedTuple):
-    """Gradients that a backward launch computes; the others' tasks are left out."""
+    """Gradients that a backward launch computes; the others' tasks are left out.
+
+    recompute: no gradient, but that the forward has not saved h.
+    """
 
     x: bool = True
     topk_weights: bool = True
     w_gate_up: bool = True
     w_down: bool = True
+    bias_gate_up: bool = True
+    bias_down: bool = True
+    recompute: bool = False
 
     def mask(self) -> int:
         """As bits, first field in bit 0."""

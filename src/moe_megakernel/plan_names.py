@@ -23,6 +23,8 @@ class TaskKind(IntEnum):
     DISPATCH = 9
     COMBINE = 10
     PLAN = 11
+    BIAS_DOWN = 12
+    BIAS_GATE_UP = 13
 
 
 class Direction(IntEnum):

@@ -38,6 +38,7 @@ constexpr Problem problem_of(std::int64_t ranks, std::int64_t tokens, bool gated
 void check_same(const Tiling& got, const Tiling& expected) {
   MOE_CHECK_EQUAL(got.act_columns, expected.act_columns);
   MOE_CHECK_EQUAL(got.hidden_columns, expected.hidden_columns);
+  MOE_CHECK_EQUAL(got.dgrad_columns, expected.dgrad_columns);
   MOE_CHECK_EQUAL(got.wgrad_rows, expected.wgrad_rows);
   MOE_CHECK_EQUAL(got.wgrad_columns, expected.wgrad_columns);
   MOE_CHECK_EQUAL(got.piece_rows, expected.piece_rows);
@@ -68,6 +69,7 @@ void test_a_thread_holds_gate_and_up_of_its_columns() {
     const int columns = moe::kForwardConfigs[choice.config].tile_columns;
     MOE_CHECK_EQUAL(choice.tiling.act_columns * (gated ? 2 : 1), columns);
     MOE_CHECK_EQUAL(choice.tiling.hidden_columns, columns);
+    MOE_CHECK_EQUAL(choice.tiling.dgrad_columns, columns);
   }
 }
 

@@ -75,7 +75,8 @@ Case draw_case(std::uint64_t seed, std::int64_t num_ranks) {
     p.max_tokens = tokens > p.max_tokens ? tokens : p.max_tokens;
   }
   p.row_capacity = start * p.top_k;
-  c.config.tiling = {128 * (1 + below(3)), 1 + below(200), 128, 256, std::int64_t{1} << below(8), 1 + below(64)};
+  c.config.tiling = {128 * (1 + below(3)),        1 + below(200), 128 * (1 + below(3)), 128, 256,
+                     std::int64_t{1} << below(8), 1 + below(64)};
   c.config.schedule = {1 + below(below(2) == 0 ? 4 : 100),
                        1 + below(4),
                        2 * (1 + below(below(2) == 0 ? 4 : 100)),

@@ -20,7 +20,7 @@ using moe::Edge;
 
 // Values that are written to logs, tensors and device memory: a change is a change of format.
 static_assert(static_cast<int>(moe::TaskKind::kGateUp) == 0 && static_cast<int>(moe::TaskKind::kPlan) == 11);
-static_assert(static_cast<int>(moe::TaskKind::kPlan) + 1 == moe::kNumTaskKinds);
+static_assert(static_cast<int>(moe::TaskKind::kBiasGateUp) + 1 == moe::kNumTaskKinds);
 static_assert(static_cast<int>(moe::Counter::kPlanReady) == 0 && static_cast<int>(moe::Counter::kPeerDone) == 13);
 static_assert(static_cast<int>(moe::Counter::kPeerDone) + 1 == moe::kNumCounters);
 static_assert(static_cast<int>(moe::Region::kPartials) + 1 == moe::kNumRegions);
@@ -53,7 +53,7 @@ void test_every_fence_is_needed() {
       }
     }
   }
-  MOE_CHECK_EQUAL(needed, 16);
+  MOE_CHECK_EQUAL(needed, 17);
 }
 
 void test_gpu_scope_does_not_cross_ranks() {
@@ -132,7 +132,8 @@ moe::PlanConfig random_config(std::mt19937_64& random) {
   moe::PlanConfig config;
   config.problem = {draw(1, 5), 0, draw(1, 12), draw(1, 4), draw(1, 300), draw(1, 700), draw(0, 1), draw(0, 1200), 0};
   config.problem.rank = draw(0, config.problem.num_ranks - 1);
-  config.tiling = {128 * draw(1, 2), draw(16, 200), draw(64, 256), draw(64, 256), std::int64_t{1} << draw(0, 7),
+  config.tiling = {128 * draw(1, 2), draw(16, 200), 128 * draw(1, 3),
+                   draw(64, 256),    draw(64, 256), std::int64_t{1} << draw(0, 7),
                    draw(1, 64)};
   config.schedule = {draw(1, 6), draw(1, 3), 2 * draw(1, 4), draw(0, 3), 0, 0, draw(0, 4) == 0};
   return config;
@@ -151,7 +152,8 @@ void test_random_plans() {
     config.problem.row_capacity = offsets.back();
     MOE_CHECK_EQUAL(moe::config_fault(config), std::string());
     for (const moe::Direction direction : {moe::Direction::kForward, moe::Direction::kBackward}) {
-      const moe::GradNeeds needs{random() % 2 == 0, random() % 2 == 0, random() % 2 == 0, random() % 2 == 0};
+      const moe::GradNeeds needs = moe::needs_of_mask(static_cast<std::int64_t>(random() % 128));
+      MOE_CHECK_EQUAL(moe::mask_of_needs(moe::needs_of_mask(moe::mask_of_needs(needs))), moe::mask_of_needs(needs));
       const moe::OwnedPlan owned =
           moe::build_plan(config, offsets.data(), config.problem.max_tokens, direction, needs, 7);
       const moe::Plan& plan = owned.plan;
@@ -179,10 +181,12 @@ void test_largest_config() {
   for (std::int64_t i = 0; i < moe::kNumConfigFields; ++i) values[i] = moe::kConfigFields[i].most;
   MOE_CHECK_EQUAL(moe::config_fault(values), std::string());
   const std::int64_t top = moe::kMaxIndex, extent = moe::kMaxExtent;
-  moe::PlanConfig config{{1, 0, moe::kMaxExperts, 1, extent, extent, 1, top, top}, {128, 1, 16, 16, 128, 1}, {}};
+  moe::PlanConfig config{{1, 0, moe::kMaxExperts, 1, extent, extent, 1, top, top}, {128, 1, 128, 16, 16, 128, 1}, {}};
   config.schedule = {extent, extent, extent, extent, extent, extent, 0};
   MOE_CHECK_EQUAL(moe::config_fault(config).find("expected tiles large enough"), std::size_t{0});
-  config.tiling = {extent, extent, extent, extent, 128, 64};
+  config.tiling = {extent, extent, extent, extent, extent, 128, 64};
+  MOE_CHECK_EQUAL(moe::config_fault(config).find("expected tiles large enough"), std::size_t{0});  // bias gradients
+  config.problem.num_experts = 1 << 16;
   MOE_CHECK_EQUAL(moe::config_fault(config), std::string());
   MOE_CHECK_EQUAL(moe::workspace_bytes(true, config.problem, config.tiling, config.schedule, 8) > 0, true);
   MOE_CHECK_EQUAL(moe::workspace_bytes(false, config.problem, config.tiling, config.schedule, 8) > 0, true);
@@ -195,8 +199,7 @@ void test_plans_move() {
   moe::PlanConfig config = random_config(random);
   config.problem = {1, 0, 2, 1, 64, 256, 1, 600, 600};
   const std::int64_t offsets[] = {0, 250, 600};
-  moe::OwnedPlan first =
-      moe::build_plan(config, offsets, 600, moe::Direction::kForward, moe::GradNeeds{true, true, true, true}, 1);
+  moe::OwnedPlan first = moe::build_plan(config, offsets, 600, moe::Direction::kForward, moe::needs_of_mask(63), 1);
   const std::int64_t tiles = first.plan.counts.tiles;
   const moe::OwnedPlan second = std::move(first);
   MOE_CHECK_EQUAL(second.plan.tables.tiles == second.tiles.data(), true);

@@ -17,7 +17,7 @@ from moe_megakernel.plan_names import Direction
 
 CLASSES = 64
 KINDS = ("uniform", "zipf", "one expert", "few experts", "none")
-ALL_NEEDS = [GradNeeds(*(bool(mask >> i & 1) for i in range(4))) for mask in range(16)]
+ALL_NEEDS = [GradNeeds(*(bool(mask >> i & 1) for i in range(7))) for mask in range(128)]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ def make_case(seed: int, max_ranks: int = 8, max_tokens: int = 1500, max_experts
         max_tokens=int(max(tokens)),
         row_capacity=int(tokens.sum()) * top_k,
     )
+    tiling = replace(tiling, dgrad_columns=128 * int(random.integers(1, 4)))
     return Case(PlanConfig(problem, tiling, schedule), torch.from_numpy(counts), torch.from_numpy(tokens))
 
 

@@ -51,6 +51,7 @@ def case() -> Case:
         ("row_capacity", 2**31, rf"row_capacity in \[0, {BIG}\], got 2147483648"),
         ("row_capacity", 5, r"row_capacity >= \d+, the rows that arrive at rank \d, got 5"),
         ("act_columns", 64, r"act_columns a multiple of 128 in \[128, 1048576\], got 64"),
+        ("dgrad_columns", 192, r"dgrad_columns a multiple of 128 in \[128, 1048576\], got 192"),
         ("act_columns", 200, r"act_columns a multiple of 128 in \[128, 1048576\], got 200"),
         ("hidden_columns", 0, r"hidden_columns in \[1, 1048576\], got 0"),
         ("wgrad_rows", 0, r"wgrad_rows in \[16, 1048576\], got 0"),
@@ -100,10 +101,10 @@ def test_refused_tensors(case: Case) -> None:
         with pytest.raises(RuntimeError, match=f"moe::plan_tables: {message}"):
             torch.ops.moe.plan_tables(*arguments)
 
-    refused("config: expected a contiguous int64 tensor of 22 element", counts, tokens, config[:-1].clone(), 0, 0)
+    refused("config: expected a contiguous int64 tensor of 23 element", counts, tokens, config[:-1].clone(), 0, 0)
     refused("config: expected a contiguous int64 tensor", counts, tokens, config.int(), 0, 0)
     refused(r"direction: expected 0 \(forward\) or 1 \(backward\), got 2", counts, tokens, config, 2, 0)
-    refused("needs: expected a mask of 4 bits, got 16", counts, tokens, config, 1, 16)
+    refused("needs: expected a mask of 7 bits, got 128", counts, tokens, config, 1, 128)
     refused("class_counts: expected a contiguous int32", counts.long(), tokens, config, 0, 0)
     shape = rf"\[{ranks}, {experts}, 64\]"
     more = torch.cat([counts, counts[:, :1]], 1)
@@ -167,7 +168,7 @@ def test_fields_are_those_of_the_headers() -> None:
 def test_fakes(case: Case, direction: int) -> None:
     config = case.config.tensor()
     calls = [
-        (torch.ops.moe.plan_tables, (case.class_counts, case.tokens, config, direction, 15)),
+        (torch.ops.moe.plan_tables, (case.class_counts, case.tokens, config, direction, 127)),
         (torch.ops.moe.plan_layout, (config, 2)),
         (torch.ops.moe.plan_edges, (config,)),
     ]

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.plan.cases import ALL_NEEDS, Case, cases, make_case
 from tests.plan.execute import FLAGS, Execution
-from tests.plan.test_tasks import column_tiles
+from tests.plan.test_tasks import BIAS_GRADS, WGRADS, column_tiles, needs_act, recomputes
 
 from moe_megakernel.plan import GradNeeds, PlanTables, edges
 from moe_megakernel.plan_names import Counter, Direction, Role, Stream, TaskKind
 
-MASKS = st.integers(0, 15)
+MASKS = st.integers(0, 127)
 Place = tuple[int, int, int]  # stream, ticket, block
 
 
@@ -61,10 +61,13 @@ def test_every_wait_and_raise_is_an_edge(case: Case, mask: int, backward: bool) 
 class Accesses:
     """Which blocks of which tickets write and read what: ("a", tile) and so on, and who overwrites whose slot."""
 
-    def __init__(self, case: Case, plan: PlanTables, direction: Direction) -> None:
+    def __init__(self, case: Case, plan: PlanTables, direction: Direction, needs: GradNeeds) -> None:
         self.writers: dict[tuple[str, int], set[Place]] = defaultdict(set)
         self.readers: dict[tuple[str, int], set[Place]] = defaultdict(set)
         self._case, self._plan, self._forward = case, plan, direction == Direction.FORWARD
+        self._recomputes = not self._forward and recomputes(needs)
+        self._loads_dy = needs_act(needs._replace(w_down=False))
+        self._weights_come_with_dy = case.config.problem.num_ranks > 1
         for ticket, (kind, source, tile, piece) in enumerate(plan.pulls.tolist()):
             rows = plan.tiles[tile, 2].item() if kind == TaskKind.DISPATCH else 0
             if rows > piece * case.config.tiling.piece_rows:
@@ -83,11 +86,11 @@ class Accesses:
 
     def _compute(self, kind: TaskKind, place: Place, expert: int, tile: int, column: int, paired: int) -> None:
         block = place[2]
-        if kind in (TaskKind.GATE_UP, TaskKind.DOWN, TaskKind.DOWN_DGRAD, TaskKind.GATE_UP_DGRAD):
+        if kind in (TaskKind.GATE_UP, TaskKind.DOWN, TaskKind.DOWN_DGRAD, TaskKind.GATE_UP_DGRAD, *BIAS_GRADS):
             tile, column = (tile, column + block) if paired else (tile + block, column)
             if column >= column_tiles(self._case, kind):
                 return
-        elif kind not in (TaskKind.WGRAD_DOWN, TaskKind.WGRAD_GATE_UP) and block:
+        elif kind not in WGRADS and block:
             return
         own_tiles = range(*self._plan.expert_tiles[expert : expert + 2].tolist())
         if kind == TaskKind.GATE_UP:
@@ -97,7 +100,10 @@ class Accesses:
             self._read(place, ("a", tile))
             self._write(place, ("home", 0))
         elif kind == TaskKind.DOWN_DGRAD:
-            self._read(place, ("dy", tile))
+            if self._loads_dy or self._weights_come_with_dy:
+                self._read(place, ("dy", tile))
+            if self._recomputes:
+                self._read(place, ("a", tile))
             self._write(place, ("dh", tile))
         elif kind in (TaskKind.ROUTE_GRAD, TaskKind.GATE_UP_DGRAD):
             self._read(place, ("dh", tile))
@@ -106,6 +112,10 @@ class Accesses:
             self._read(place, *(("dy", t) for t in own_tiles), *(("dh", t) for t in own_tiles))
         elif kind == TaskKind.WGRAD_GATE_UP:
             self._read(place, *(("x", t) for t in own_tiles), *(("dh", t) for t in own_tiles))
+        elif kind == TaskKind.BIAS_DOWN:
+            self._read(place, *(("dy", t) for t in own_tiles))
+        elif kind == TaskKind.BIAS_GATE_UP:
+            self._read(place, *(("dh", t) for t in own_tiles))
         elif kind == TaskKind.CLOSE:
             self._read(place, ("home", 0), ("pulled", 0))
 
@@ -127,9 +137,9 @@ def awaited_places(plan: PlanTables) -> dict[Place, set[Place]]:
 @settings(deadline=None, max_examples=40)
 @given(case=cases(max_tokens=900, max_experts=12), mask=MASKS, backward=st.booleans())
 def test_readers_wait_for_all_writers(case: Case, mask: int, backward: bool) -> None:
-    direction = Direction(int(backward))
-    plan = case.plan(direction, ALL_NEEDS[mask])
-    accesses, awaited = Accesses(case, plan, direction), awaited_places(plan)
+    direction, needs = Direction(int(backward)), ALL_NEEDS[mask]
+    plan = case.plan(direction, needs)
+    accesses, awaited = Accesses(case, plan, direction, needs), awaited_places(plan)
     for name, readers in accesses.readers.items():
         for reader in readers:
             assert accesses.writers[name] <= awaited[reader], (name, reader)
@@ -141,7 +151,7 @@ def test_slots_are_overwritten_after_their_last_reader(case: Case, extra: int) -
     least = [max(1, slots) + extra for slots in case.plan().ring_minimum.tolist()]
     case = case.with_schedule(x_slots=least[0], a_slots=least[1])
     plan = case.plan()
-    accesses, awaited = Accesses(case, plan, Direction.FORWARD), awaited_places(plan)
+    accesses, awaited = Accesses(case, plan, Direction.FORWARD, GradNeeds()), awaited_places(plan)
     checked = 0
     for name, slots in zip(("x", "a"), least, strict=True):
         for tile in range(slots, len(plan.tiles)):
@@ -236,4 +246,11 @@ def test_frozen_tensors_drop_their_tasks() -> None:
     assert TaskKind.WGRAD_GATE_UP not in kinds[GradNeeds(w_gate_up=False)]
     assert TaskKind.GATE_UP_DGRAD not in kinds[GradNeeds(x=False)]
     assert TaskKind.ROUTE_GRAD not in kinds[GradNeeds(topk_weights=False)]
-    assert len(kinds[GradNeeds()]) == 7
+    assert TaskKind.BIAS_DOWN not in kinds[GradNeeds(bias_down=False)]
+    assert TaskKind.BIAS_GATE_UP not in kinds[GradNeeds(bias_gate_up=False)]
+    assert len(kinds[GradNeeds()]) == 9
+    assert kinds[GradNeeds(recompute=True)] == kinds[GradNeeds()] | {TaskKind.GATE_UP}
+    bare = {TaskKind.CLOSE, TaskKind.DRAIN}
+    assert kinds[ALL_NEEDS[0]] == kinds[ALL_NEEDS[64]] == bare  # nothing, and nothing to recompute h for
+    assert kinds[ALL_NEEDS[8]] == bare | {TaskKind.DOWN_DGRAD, TaskKind.WGRAD_DOWN}
+    assert kinds[ALL_NEEDS[32]] == kinds[ALL_NEEDS[96]] == bare | {TaskKind.BIAS_DOWN}

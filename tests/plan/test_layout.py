@@ -12,7 +12,7 @@ from moe_megakernel.plan_names import Region
 
 INT32, INT64, FLOAT = 4, 8, 4
 ROW_SOURCE, ROW_TILE_ENTRY, SEGMENT, TASK, HEADER, LAUNCH = 8, 12, 16, 20, 40, 24
-PLAN_SIZES = 56
+PLAN_SIZES = 72
 ALIGNMENT = 256
 PLAN_BLOCKS, SHARED_WORDS = 8, 225 * 256  # of the cluster that builds the plan
 
@@ -44,7 +44,9 @@ def expected_bytes(config: PlanConfig, element: int) -> dict[Region, int]:
     forward = tiles * (act + hidden) + 2
     wgrads = ceil_div(p.hidden, t.wgrad_rows) * ceil_div(p.width, t.wgrad_columns)
     wgrads += ceil_div(h_columns, t.wgrad_rows) * ceil_div(p.hidden, t.wgrad_columns)
-    backward = tiles * (act + hidden + 1) + local * wgrads + 2
+    dgrad = ceil_div(p.width, t.dgrad_columns)
+    biases = ceil_div(p.hidden, 256) + ceil_div(h_columns, 256)
+    backward = tiles * (act + dgrad + hidden + 1) + local * (wgrads + biases) + 2
     before = 2 * (s.waves * s.num_clusters - 1) // act
     x_slots = min(s.segment_tiles if act > 1 else 2, tiles)
     a_slots = min((s.lag + 1) * (before + s.segment_tiles) + before, tiles)

@@ -43,6 +43,7 @@ def draw_case(seed: int) -> Case:
     tiling = Tiling(
         act_columns=r.choice([128, 128, 256]),
         hidden_columns=r.choice([64, 128]),
+        dgrad_columns=r.choice([128, 256, 256]),
         wgrad_rows=r.choice([64, 128]),
         wgrad_columns=128,
         piece_rows=r.choice([32, 64, 128]),
@@ -70,4 +71,4 @@ def busy_case(ranks: int = 4, clusters: int = 2) -> Case:
     layer = problem(ranks, experts=2 * ranks, top_k=2, max_tokens=300, hidden=128, width=256, gated=True)
     tiling = Tiling(hidden_columns=64, wgrad_columns=128, piece_rows=64, combine_tokens=32)
     schedule = Schedule(num_clusters=1, waves=2, segment_tiles=4, lag=1)
-    return Case(PlanConfig(layer, tiling, schedule), Options(clusters=clusters, directions=3, needs=15))
+    return Case(PlanConfig(layer, tiling, schedule), Options(clusters=clusters, directions=3, needs=63))

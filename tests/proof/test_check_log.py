@@ -227,14 +227,14 @@ def test_arguments_are_refused_in_words() -> None:
     refuse(r"moe::check_log: records: expected a contiguous int64 tensor of shape \[N, 8\]", records=log.records[:, :7])
     refuse(r"moe::check_log: records: expected fields in \[-1, \d+\], got -2 in row 0", records=log.records * 0 - 2)
     refuse(r"moe::check_log: launch: expected direction 0 or 1, got 2", launch=torch.tensor([2, 0, 0, 1]))
-    refuse(r"moe::check_log: launch: expected needs of 4 bits, got 16", launch=torch.tensor([0, 16, 0, 1]))
+    refuse(r"moe::check_log: launch: expected needs of 7 bits, got 128", launch=torch.tensor([0, 128, 0, 1]))
     refuse(r"moe::check_log: launch: expected tokens in \[0, 300\], got 301", launch=torch.tensor([0, 0, 301, 1]))
     refuse(r"moe::check_log: launch: expected a contiguous int64 tensor of 4", launch=torch.tensor([0]))
     refuse(
         r"moe::check_log: expert_offsets: expected 0 to 0 for expert 0, got 1",
         expert_offsets=log.expert_offsets * 0 + 1,
     )
-    refuse(r"moe::check_log: config: expected a contiguous int64 tensor of 22", config=log.config[:21].clone())
+    refuse(r"moe::check_log: config: expected a contiguous int64 tensor of 23", config=log.config[:22].clone())
     case = busy_case(RANKS, CLUSTERS)
     with pytest.raises(RuntimeError, match=r"moe::explore_log: launch: expected 0 to 3, got 4"):
         explore_log(case.config, case.options, 0, LAUNCHES, 4, 0)

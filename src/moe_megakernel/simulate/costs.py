@@ -111,7 +111,7 @@ class Costs:
         of_kind = np.zeros(len(TaskKind))
         of_kind[TaskKind.GATE_UP] = ROW_TILE * gates * t.act_columns * s.hidden
         of_kind[TaskKind.DOWN] = ROW_TILE * t.hidden_columns * s.width
-        of_kind[TaskKind.DOWN_DGRAD] = ROW_TILE * t.act_columns * s.hidden
+        of_kind[TaskKind.DOWN_DGRAD] = ROW_TILE * t.dgrad_columns * s.hidden
         of_kind[TaskKind.GATE_UP_DGRAD] = ROW_TILE * t.hidden_columns * self._h_columns
         wgrad = (kind == TaskKind.WGRAD_DOWN) | (kind == TaskKind.WGRAD_GATE_UP)
         return 2.0 * np.where(wgrad, t.wgrad_rows * t.wgrad_columns * expert_rows, of_kind[kind])
@@ -125,12 +125,12 @@ class Costs:
         weight_columns = {  # weight elements under one column tile
             TaskKind.GATE_UP: gates * t.act_columns * s.hidden,
             TaskKind.DOWN: t.hidden_columns * s.width,
-            TaskKind.DOWN_DGRAD: t.act_columns * s.hidden,
+            TaskKind.DOWN_DGRAD: t.dgrad_columns * s.hidden,
             TaskKind.GATE_UP_DGRAD: t.hidden_columns * self._h_columns,
         }
         stored = {  # elements that one block stores, or reads back, in DRAM
             TaskKind.GATE_UP: ROW_TILE * gates * t.act_columns,  # h
-            TaskKind.DOWN_DGRAD: 2 * ROW_TILE * gates * t.act_columns + ROW_TILE * t.act_columns,  # h, dh, s*a
+            TaskKind.DOWN_DGRAD: 2 * ROW_TILE * gates * t.dgrad_columns + ROW_TILE * t.dgrad_columns,  # h, dh, s*a
         }
         weights, rows = np.zeros(len(TaskKind)), np.zeros(len(TaskKind))
         for name, elements in weight_columns.items():

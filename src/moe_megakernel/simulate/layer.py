@@ -11,7 +11,7 @@ import torch
 
 from moe_megakernel.distributed.partition import expert_range
 from moe_megakernel.hardware import Hardware
-from moe_megakernel.plan import ROW_TILE, PlanConfig, PlanTables, Problem, Schedule, Tiling, make_plan
+from moe_megakernel.plan import ROW_TILE, GradNeeds, PlanConfig, PlanTables, Problem, Schedule, Tiling, make_plan
 from moe_megakernel.plan_names import Counter, Direction
 
 from .costs import LAUNCH_GAP, PUSH_SIGNAL, ROUTE_TIME, Costs
@@ -111,7 +111,8 @@ def make_plans(options: Options, direction: str, counts: np.ndarray, costs: Cost
     )
     config = PlanConfig(problem, costs.tiles, make_schedule(options, direction, costs))
     way = Direction.FORWARD if direction == "forward" else Direction.BACKWARD
-    return [make_plan(config.for_rank(rank), class_counts, tokens, way) for rank in range(options.ranks)]
+    needs = GradNeeds(bias_gate_up=False, bias_down=False)  # named shapes have none
+    return [make_plan(config.for_rank(rank), class_counts, tokens, way, needs) for rank in range(options.ranks)]
 
 
 def make_schedule(options: Options, direction: str, costs: Costs) -> Schedule:

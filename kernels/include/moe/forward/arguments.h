@@ -35,6 +35,19 @@ struct WeightView {
   std::int64_t row_stride;     // likewise
 };
 
+// Memory and options of a launch, of either direction.
+struct LaunchOptions {
+  void* workspace;          // device memory of as many bytes as the direction's launch.h says
+  StepStatus* status;       // host memory that the device can write
+  bool staged;              // one launch per stage
+  std::int64_t num_sms;     // blocks at most; even
+  std::int64_t timeout_ns;  // of any wait
+  // tests
+  std::int32_t skip_counter;  // a counter (of enum Counter) whose raises of element skip_index are left out, or -1
+  std::int64_t skip_index;
+  LaunchLog log;
+};
+
 struct ForwardArguments {
   Problem problem;
   std::int64_t tokens;  // T
@@ -54,17 +67,7 @@ struct ForwardArguments {
   void* h;                             // bf16 [T * K, 2I (or I)] contiguous, or null: not kept
   std::int32_t* saved_expert_offsets;  // [L + 1], all -1 if the step was refused
   std::int32_t* row_route;             // [T * K]
-  // memory
-  void* workspace;     // device memory of forward_workspace_bytes, see forward/launch.h
-  StepStatus* status;  // host memory that the device can write
-  // options
-  bool staged;              // one launch per stage
-  std::int64_t num_sms;     // blocks at most; even
-  std::int64_t timeout_ns;  // of any wait
-  // tests
-  std::int32_t skip_counter;  // a counter (of enum Counter) whose raises of element skip_index are left out, or -1
-  std::int64_t skip_index;
-  LaunchLog log;
+  LaunchOptions options;
 };
 
 }  // namespace moe

@@ -62,14 +62,16 @@ inline std::int64_t local_plan_bytes(const Problem& problem, const Tiling& tilin
   return region_offset(Region::kXRing, problem, tiling, schedule, 1);
 }
 
-// The plan as dependencies.h takes it. Call after the wait for kPlanReady.
+// The plan as dependencies.h takes it. Call after the wait for kPlanReady. `needs` are read in backward only.
 MOE_HOST_DEVICE inline Plan plan_in_memory(const PlanMemory& memory, const Problem& problem, const Tiling& tiling,
-                                           const Schedule& schedule, std::int64_t tokens, std::int64_t generation) {
+                                           const Schedule& schedule, std::int64_t tokens, std::int64_t generation,
+                                           Direction direction = Direction::kForward, const GradNeeds& needs = {}) {
   Plan plan{};
   plan.problem = problem;
   plan.tiling = tiling;
   plan.schedule = schedule;
-  plan.direction = Direction::kForward;
+  plan.direction = direction;
+  plan.needs = needs;
   plan.tables = memory.tables;
   plan.counts = memory.sizes->counts;
   plan.tasks = memory.tasks;

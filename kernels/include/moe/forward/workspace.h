@@ -51,7 +51,7 @@ class ForwardWorkspace {
 
 // None of the regions up to the tickets depends on the sizes of a layer.
 static_assert(kRegionAlignment + region_offset(Region::kCounters, Problem{1, 0, 1, 1, 1, 1, 0, 1, 1},
-                                               Tiling{128, 128, 128, 128, 32, 1}, Schedule{}, kElementBytes) <=
+                                               Tiling{128, 128, 128, 128, 128, 32, 1}, Schedule{}, kElementBytes) <=
                   kZeroedBytes,
               "what launches hand on stands in the bytes that are zeroed");
 

@@ -45,6 +45,7 @@ inline constexpr ConfigField kConfigFields[] = {
     {"row_capacity", 0, kMaxIndex, 1},
     {"act_columns", kPartialColumns, kMaxExtent, kPartialColumns},
     {"hidden_columns", 1, kMaxExtent, 1},
+    {"dgrad_columns", kPartialColumns, kMaxExtent, kPartialColumns},
     {"wgrad_rows", 16, kMaxExtent, 1},
     {"wgrad_columns", 16, kMaxExtent, 1},
     {"piece_rows", 1, kRowTile, 1},

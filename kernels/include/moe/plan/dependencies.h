@@ -33,7 +33,7 @@ struct Plan {
     return num_pieces() + combine_tasks(direction, needs, tokens, tiling);
   }
   MOE_HOST_DEVICE PullTicket pull_task(std::int64_t ticket) const {
-    return pull_ticket(ticket, counts.tiles, pull_sources(), tiling);
+    return pull_ticket(ticket, counts.tiles, direction, needs, tiling);
   }
   MOE_HOST_DEVICE std::int64_t columns(TaskKind kind) const { return column_tiles(kind, problem, tiling); }
   MOE_HOST_DEVICE BlockWork work(const Task& task, std::int64_t block) const {
@@ -95,9 +95,10 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
   const bool compute = role == Role::kCompute;
   switch (task.kind) {
     case TaskKind::kGateUp:
-      // Both blocks load parts of a shared row tile, so a block without a column of its own waits as well.
+      // Both blocks load parts of a shared row tile, so a block without a column of its own waits as well. In backward
+      // there are no rings: h has a buffer as large as all row tiles.
       if (load) waits.add({Counter::kXReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
-      if (compute && work.valid && work.tile >= plan.schedule.a_slots) {
+      if (compute && work.valid && plan.direction == Direction::kForward && work.tile >= plan.schedule.a_slots) {
         waits.add({Counter::kARead, work.tile - plan.schedule.a_slots, plan.columns(TaskKind::kDown)});
       }
       break;
@@ -105,9 +106,20 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
       if (load) waits.add({Counter::kAReady, work.tile, plan.columns(TaskKind::kGateUp)});
       break;
     case TaskKind::kDownDgrad:
-      if (load) waits.add({Counter::kDyReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
+      // Without da nothing is loaded. But the weights s of other ranks' rows arrive beside dy; this rank's own are in
+      // the op's arguments.
+      if (plan.needs.da() ? load : compute && work.valid && plan.problem.num_ranks > 1) {
+        waits.add({Counter::kDyReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
+      }
+      // Recomputed h lies where dh will: a tile of dh overwrites the columns of h that it has read, and no others.
+      if (compute && work.valid && plan.needs.recomputes()) {
+        waits.add({Counter::kAReady, work.tile, plan.columns(TaskKind::kGateUp)});
+      }
       break;
     case TaskKind::kRouteGrad:
+      // May also read dy, by the generic proxy and without a wait for kDyReady: dS is needed, so da is, so the down
+      // dgrads have waited for dy before they loaded it, and raised kDhReady behind that. Release and acquire are
+      // transitive, and the bulk copies that wrote dy were complete before the first release of the chain.
       if (compute && work.valid) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
       break;
     case TaskKind::kGateUpDgrad:
@@ -120,6 +132,15 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
         waits.add({Counter::kExpertDh, task.expert, tiles * plan.columns(TaskKind::kDownDgrad)});
         const bool down = task.kind == TaskKind::kWgradDown;
         waits.add({down ? Counter::kExpertDy : Counter::kExpertX, task.expert, expert_pieces(plan, task.expert)});
+      }
+      break;
+    case TaskKind::kBiasDown:
+      if (compute && work.valid) waits.add({Counter::kExpertDy, task.expert, expert_pieces(plan, task.expert)});
+      break;
+    case TaskKind::kBiasGateUp:
+      if (compute && work.valid) {
+        const std::int64_t tiles = expert_tiles(plan, task.expert);
+        waits.add({Counter::kExpertDh, task.expert, tiles * plan.columns(TaskKind::kDownDgrad)});
       }
       break;
     case TaskKind::kClose:
@@ -142,7 +163,7 @@ MOE_HOST_DEVICE inline Raises task_raises(const Plan& plan, const Task& task, st
   if (!work.valid) return raises;
   switch (task.kind) {
     case TaskKind::kGateUp:
-      raises.add({Counter::kXRead, work.tile, 1});
+      if (plan.direction == Direction::kForward) raises.add({Counter::kXRead, work.tile, 1});
       raises.add({Counter::kAReady, work.tile, 1});
       break;
     case TaskKind::kDown:
@@ -186,9 +207,10 @@ MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& p
     raises.add({Counter::kXReady, pull.tile, 1});
   } else if (pull.source == 0) {
     raises.add({Counter::kDyReady, pull.tile, 1});
-    if (plan.needs.w_down) raises.add({Counter::kExpertDy, tile.expert, 1});
+    if (plan.needs.w_down || plan.needs.bias_down) raises.add({Counter::kExpertDy, tile.expert, 1});
   } else {
-    raises.add({Counter::kExpertX, tile.expert, 1});
+    if (plan.needs.recomputes()) raises.add({Counter::kXReady, pull.tile, 1});
+    if (plan.needs.w_gate_up) raises.add({Counter::kExpertX, tile.expert, 1});
   }
   raises.add({Counter::kPulled, 0, 1});
   return raises;

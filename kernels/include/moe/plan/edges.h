@@ -24,12 +24,12 @@ namespace moe {
 
 enum class Counter : std::int32_t {
   kPlanReady = 0,  // flag of this rank alone: the tables are built and the counters zeroed; generation
-  kXReady,         // pieces of a row tile that lie in the ring, per row tile (forward)
+  kXReady,         // pieces of a row tile of x, per row tile (backward: where h is recomputed)
   kXRead,          // column tiles that have read a row tile's ring slot, per row tile
-  kAReady,         // act column tiles of a row tile that are stored, per row tile
+  kAReady,         // act column tiles of a row tile whose a (backward: recomputed h) is stored, per row tile
   kARead,          // hidden column tiles that have read a row tile's activations, per row tile
   kDyReady,        // pieces of a row tile of dy, per row tile
-  kDhReady,        // act column tiles of a row tile whose dh, s*a and dS partials are stored, per row tile
+  kDhReady,        // dgrad column tiles of a row tile whose dh, s*a and dS partials are stored, per row tile
   kExpertDh,       // the same, summed over an expert's row tiles, per expert
   kExpertDy,       // pieces of dy of an expert, per expert
   kExpertX,        // pieces of x of an expert, per expert
@@ -91,16 +91,23 @@ inline constexpr Edge kEdges[] = {
     // rows are stored beside them by the generic proxy, which the release orders.
     {Counter::kXReady,      Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
     {Counter::kDyReady,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
+    // Weights of rows that are stored beside them, where no dy is loaded.
+    {Counter::kDyReady,     Role::kPull,    Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     {Counter::kExpertDy,    Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
+    // Bias gradients read rows by ordinary loads, which a release behind the bulk wait orders.
+    {Counter::kExpertDy,    Role::kPull,    Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, false, false, Scope::kGpu,    kBulkWait,   kNoFence},
     {Counter::kExpertX,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
     // A ring slot's last reader, then the next bulk copy into it.
     {Counter::kXRead,       Role::kCompute, Role::kPull,    Proxy::kAsync,   Proxy::kAsync,   true,  false, Scope::kGpu,    kLoadsDone,  kProxyFence},
     // Epilogue stores, then TMA: each storing thread fences before the block's release.
     {Counter::kAReady,      Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    // Backward: recomputed h, which the epilogue of the down dgrad reads.
+    {Counter::kAReady,      Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     {Counter::kARead,       Role::kCompute, Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, true,  false, Scope::kGpu,    kLoadsDone,  kNoFence},
     {Counter::kDhReady,     Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
     {Counter::kDhReady,     Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     {Counter::kExpertDh,    Role::kCompute, Role::kLoad,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kProxyFence, kNoFence},
+    {Counter::kExpertDh,    Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     // Rows and dS stored to the home ranks, and pulls that have finished reading peers: the closing task passes both on
     // (release and acquire are transitive, also from gpu to system scope).
     {Counter::kStored,      Role::kCompute, Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},

@@ -49,7 +49,7 @@ enum class Region : std::int32_t {
   kDyRows,          // [max_row_tiles, kRowTile, H] backward
   kXRows,           // [max_row_tiles, kRowTile, H] backward
   kScaledA,         // [max_row_tiles, kRowTile, I] backward: s*a
-  kDh,              // [max_row_tiles, kRowTile, 2I] backward
+  kDh,              // [max_row_tiles, kRowTile, 2I] backward: dh, before it recomputed h
   kPartials,        // [max_row_tiles, kRowTile, ceil(I / 128)] float32 backward: dS partials
 };
 inline constexpr std::int64_t kNumRegions = 32;
@@ -84,9 +84,13 @@ struct LaunchState {
 struct PlanSizes {
   TileCounts counts;
   std::int64_t num_tasks;
-  std::int64_t num_gate_up;  // of them; the first ones where stages are separate
-  std::int64_t refused;      // 1: outputs are NaN
-  std::int64_t aborted;      // set by a wait that has run out of time: from then on no wait of this launch waits
+  // Of them, in the order in which they stand where stages are separate, from ticket 0 on: kGateUp (backward: those
+  // that recompute h); kDownDgrad; kRouteGrad and kGateUpDgrad together.
+  std::int64_t num_gate_up;
+  std::int64_t num_down_dgrad;
+  std::int64_t num_gate_up_dgrad;
+  std::int64_t refused;  // 1: outputs are NaN
+  std::int64_t aborted;  // set by a wait that has run out of time: from then on no wait of this launch waits
 };
 
 // int32 counters of one launch, one array after the other, zeroed by the plan task before anything waits for them.

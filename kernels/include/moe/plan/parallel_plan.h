@@ -223,6 +223,8 @@ MOE_HOST_DEVICE inline void fill_ends(const Thread& me, const PlanJob& job, cons
   *job.sizes = {{sums.num_tiles(), sums.num_segments(), parts.minibatches},
                 tile_tasks + 2,
                 sums.gate_up[sums.experts],
+                0,
+                0,
                 parts.refused ? 1 : 0,
                 0};
 }

@@ -55,14 +55,18 @@ struct Problem {
 // Column tiles of the GEMMs and sizes of the small tasks. A gate_up tile makes `act_columns` columns of the activation
 // (from as many gate and up columns).
 struct Tiling {
-  std::int64_t act_columns;     // gate_up and down dgrad: columns of a, da, dh's halves
+  std::int64_t act_columns;     // gate_up: columns of a and of h's halves
   std::int64_t hidden_columns;  // down and gate_up dgrad: columns of o and dx
+  std::int64_t dgrad_columns;   // down dgrad: columns of da, s*a and dh's halves; whole dS partials
   std::int64_t wgrad_rows;      // weight gradient tiles: rows ...
   std::int64_t wgrad_columns;   // ... and columns of the weight
   std::int64_t piece_rows;      // rows that one dispatch task moves; divides kRowTile
   std::int64_t combine_tokens;  // tokens that one combine task sums
 
   MOE_HOST_DEVICE constexpr std::int64_t act_tiles(const Problem& p) const { return ceil_div(p.width, act_columns); }
+  MOE_HOST_DEVICE constexpr std::int64_t dgrad_tiles(const Problem& p) const {
+    return ceil_div(p.width, dgrad_columns);
+  }
   MOE_HOST_DEVICE constexpr std::int64_t hidden_tiles(const Problem& p) const {
     return ceil_div(p.hidden, hidden_columns);
   }

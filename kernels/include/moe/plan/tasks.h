@@ -4,8 +4,10 @@
 // one resident cluster is enough.
 //
 // Forward:   G0 .. Glag, D0, Glag+1, D1, ... , close, drain        (G gate_up, D down of a minibatch)
-// Backward:  A0 .. Alag, B0, Alag+1, B1, ... , close, wgrads, drain (A down dgrad, B route_grad and gate_up dgrad)
-// The weight gradients come last: they fill the time in which rows travel home.
+// Backward:  A0 .. Alag, B0, Alag+1, B1, ... , close, bias gradients, weight gradients, drain
+//            (A down dgrad, B route_grad and gate_up dgrad)
+// Backward that recomputes h:  in step s G(s), A(s - lag), B(s - 2 lag), then the same.
+// The gradients of weights and biases come last: they fill the time in which rows travel home.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +19,9 @@
 namespace moe {
 
 enum class TaskKind : std::int32_t {
-  kGateUp = 0,       // h and a of a row tile, one act column tile
+  kGateUp = 0,       // h and a of a row tile, one act column tile (backward: h alone, recomputed)
   kDown = 1,         // o of a row tile, one hidden column tile, stored to the home ranks
-  kDownDgrad = 2,    // da, s*a, dh and dS partials of a row tile, one act column tile
+  kDownDgrad = 2,    // da, s*a, dh and dS partials of a row tile, one dgrad column tile; as many of them as are needed
   kRouteGrad = 3,    // dS of a row tile: partials summed in fixed order, stored to the home ranks
   kGateUpDgrad = 4,  // dx rows of a row tile, one hidden column tile, stored to the home ranks
   kWgradDown = 5,    // one tile of dW_down of an expert
@@ -29,13 +31,18 @@ enum class TaskKind : std::int32_t {
   kDispatch = 9,     // pull stream: rows of one piece of a row tile (backward: of dy, and of x)
   kCombine = 10,     // pull stream: sum the rows of some tokens
   kPlan = 11,        // publish routes, wait for every rank's, build the tables
+  kBiasDown = 12,    // kBiasColumns columns of dbias_down of an expert
+  kBiasGateUp = 13,  // kBiasColumns columns of dbias_gate_up of an expert
 };
-inline constexpr std::int64_t kNumTaskKinds = 12;
+inline constexpr std::int64_t kNumTaskKinds = 14;
+// Columns of one expert's bias gradient that one block sums over the expert's rows.
+inline constexpr std::int64_t kBiasColumns = 256;
 
 enum class Direction : std::int32_t { kForward = 0, kBackward = 1 };
 
 // A compute task of one cluster. For tile tasks block b works on (tile + b, column) when `paired_columns` is 0 and on
 // (tile, column + b) when it is 1; for weight gradients `tile` is the row tile of the weight and `expert` its expert.
+// Bias gradients are `paired_columns` of tile 0.
 struct Task {
   TaskKind kind;
   std::int32_t expert;
@@ -58,13 +65,17 @@ MOE_HOST_DEVICE constexpr bool is_tile_task(TaskKind kind) {
 MOE_HOST_DEVICE constexpr bool is_wgrad(TaskKind kind) {
   return kind == TaskKind::kWgradDown || kind == TaskKind::kWgradGateUp;
 }
+MOE_HOST_DEVICE constexpr bool is_bias_grad(TaskKind kind) {
+  return kind == TaskKind::kBiasDown || kind == TaskKind::kBiasGateUp;
+}
 
-// Column tiles of a row tile (tile tasks) or of the weight (weight gradients); 1 for the others.
+// Column tiles of a row tile (tile tasks), of the weight or of the bias (their gradients); 1 for the others.
 MOE_HOST_DEVICE constexpr std::int64_t column_tiles(TaskKind kind, const Problem& p, const Tiling& t) {
   switch (kind) {
     case TaskKind::kGateUp:
-    case TaskKind::kDownDgrad:
       return t.act_tiles(p);
+    case TaskKind::kDownDgrad:
+      return t.dgrad_tiles(p);
     case TaskKind::kDown:
     case TaskKind::kGateUpDgrad:
       return t.hidden_tiles(p);
@@ -72,6 +83,10 @@ MOE_HOST_DEVICE constexpr std::int64_t column_tiles(TaskKind kind, const Problem
       return ceil_div(p.width, t.wgrad_columns);
     case TaskKind::kWgradGateUp:
       return ceil_div(p.hidden, t.wgrad_columns);
+    case TaskKind::kBiasDown:
+      return ceil_div(p.hidden, kBiasColumns);
+    case TaskKind::kBiasGateUp:
+      return ceil_div(p.h_columns(), kBiasColumns);
     default:
       return 1;
   }
@@ -83,7 +98,7 @@ MOE_HOST_DEVICE constexpr std::int64_t wgrad_row_tiles(TaskKind kind, const Prob
 }
 
 MOE_HOST_DEVICE constexpr BlockWork work_of_block(const Task& task, std::int64_t block, std::int64_t columns) {
-  if (is_tile_task(task.kind) || is_wgrad(task.kind)) {
+  if (is_tile_task(task.kind) || is_wgrad(task.kind) || is_bias_grad(task.kind)) {
     if (task.paired_columns == 0) return {task.tile + block, task.column, true};
     return {task.tile, task.column + block, task.column + block < columns};
   }
@@ -96,9 +111,32 @@ struct GradNeeds {
   bool topk_weights;
   bool w_gate_up;
   bool w_down;
+  bool bias_gate_up;
+  bool bias_down;
+  bool recompute;  // no gradient: the forward has not saved h
 
-  MOE_HOST_DEVICE constexpr bool dh() const { return x || w_gate_up; }
+  MOE_HOST_DEVICE constexpr bool dh() const { return x || w_gate_up || bias_gate_up; }
+  MOE_HOST_DEVICE constexpr bool da() const { return dh() || topk_weights; }
+  // Whether there are down dgrads. Without da they multiply nothing, and only make s*a from h.
+  MOE_HOST_DEVICE constexpr bool act() const { return da() || w_down; }
+  MOE_HOST_DEVICE constexpr bool recomputes() const { return recompute && act(); }
+  MOE_HOST_DEVICE constexpr bool pulls_x() const { return w_gate_up || recomputes(); }
+  MOE_HOST_DEVICE constexpr bool pulls_dy() const { return act() || bias_down; }
 };
+
+// The fields as bits, the first in bit 0.
+inline constexpr std::int64_t kNumGradNeeds = 7;
+MOE_HOST_DEVICE constexpr GradNeeds needs_of_mask(std::int64_t mask) {
+  const auto bit = [&](int i) { return (mask >> i & 1) != 0; };
+  return {bit(0), bit(1), bit(2), bit(3), bit(4), bit(5), bit(6)};
+}
+MOE_HOST_DEVICE constexpr std::int64_t mask_of_needs(const GradNeeds& needs) {
+  const bool bits[] = {needs.x,         needs.topk_weights, needs.w_gate_up, needs.w_down, needs.bias_gate_up,
+                       needs.bias_down, needs.recompute};
+  std::int64_t mask = 0;
+  for (int i = 0; i < static_cast<int>(kNumGradNeeds); ++i) mask |= std::int64_t{bits[i] ? 1 : 0} << i;
+  return mask;
+}
 
 // Appends tasks to a table, or only counts them where the table is null.
 struct TaskList {
@@ -157,6 +195,39 @@ MOE_HOST_DEVICE inline void add_wgrad(TaskKind kind, const Problem& p, const Til
   }
 }
 
+// All columns of one bias gradient, two at a time. Experts without rows are here too, as in add_wgrad.
+MOE_HOST_DEVICE inline void add_bias_grad(TaskKind kind, const Problem& p, const Tiling& t, TaskList& list) {
+  const std::int64_t columns = column_tiles(kind, p, t);
+  for (std::int64_t e = 0; e < p.local_experts(); ++e) {
+    for (std::int64_t column = 0; column < columns; column += 2) list.add(kind, e, 0, column, true);
+  }
+}
+
+// The minibatches of the tile tasks, each stage `lag` steps behind the one before.
+MOE_HOST_DEVICE inline void add_forward(const Problem& p, const Tiling& t, const TileTables& tables,
+                                        std::int64_t minibatches, std::int64_t lag, TaskList& list) {
+  for (std::int64_t step = 0; step < minibatches + lag; ++step) {
+    if (step < minibatches) add_minibatch(TaskKind::kGateUp, p, t, tables, step, list);
+    if (step >= lag) add_minibatch(TaskKind::kDown, p, t, tables, step - lag, list);
+  }
+}
+MOE_HOST_DEVICE inline void add_backward(const Problem& p, const Tiling& t, const GradNeeds& needs,
+                                         const TileTables& tables, std::int64_t minibatches, std::int64_t lag,
+                                         TaskList& list) {
+  const std::int64_t dgrad_lag = needs.recomputes() ? lag : 0;
+  for (std::int64_t step = 0; step < minibatches + dgrad_lag + lag; ++step) {
+    if (needs.recomputes() && step < minibatches) add_minibatch(TaskKind::kGateUp, p, t, tables, step, list);
+    const std::int64_t dgrad = step - dgrad_lag;
+    if (needs.act() && dgrad >= 0 && dgrad < minibatches) {
+      add_minibatch(TaskKind::kDownDgrad, p, t, tables, dgrad, list);
+    }
+    const std::int64_t last = dgrad - lag;
+    if (last < 0) continue;
+    if (needs.topk_weights) add_route_grads(tables, last, list);
+    if (needs.x) add_minibatch(TaskKind::kGateUpDgrad, p, t, tables, last, list);
+  }
+}
+
 // Writes the compute stream of one direction and returns its length. `needs` is read in backward only. With out ==
 // nullptr it counts.
 MOE_HOST_DEVICE inline std::int64_t order_tasks(Direction direction, const Problem& p, const Tiling& t,
@@ -165,17 +236,11 @@ MOE_HOST_DEVICE inline std::int64_t order_tasks(Direction direction, const Probl
   TaskList list{out, 0};
   const bool forward = direction == Direction::kForward;
   const std::int64_t lag = s.separate_stages != 0 ? n.minibatches : s.lag;
-  for (std::int64_t step = 0; step < n.minibatches + lag; ++step) {
-    if (step < n.minibatches) {
-      add_minibatch(forward ? TaskKind::kGateUp : TaskKind::kDownDgrad, p, t, tables, step, list);
-    }
-    const std::int64_t q = step - lag;
-    if (q < 0 || q >= n.minibatches) continue;
-    if (forward) add_minibatch(TaskKind::kDown, p, t, tables, q, list);
-    if (!forward && needs.topk_weights) add_route_grads(tables, q, list);
-    if (!forward && needs.x) add_minibatch(TaskKind::kGateUpDgrad, p, t, tables, q, list);
-  }
+  if (forward) add_forward(p, t, tables, n.minibatches, lag, list);
+  if (!forward) add_backward(p, t, needs, tables, n.minibatches, lag, list);
   list.add(TaskKind::kClose, 0, 0, 0, false);
+  if (!forward && needs.bias_down) add_bias_grad(TaskKind::kBiasDown, p, t, list);
+  if (!forward && needs.bias_gate_up) add_bias_grad(TaskKind::kBiasGateUp, p, t, list);
   if (!forward && needs.w_down) add_wgrad(TaskKind::kWgradDown, p, t, list);
   if (!forward && needs.w_gate_up) add_wgrad(TaskKind::kWgradGateUp, p, t, list);
   list.add(TaskKind::kDrain, 0, 0, 0, false);
@@ -188,15 +253,18 @@ MOE_HOST_DEVICE constexpr std::int64_t max_tasks(Direction direction, const Prob
   const std::int64_t act = t.act_tiles(p);
   const std::int64_t hidden = t.hidden_tiles(p);
   if (direction == Direction::kForward) return tiles * (act + hidden) + 2;
-  const std::int64_t down = wgrad_row_tiles(TaskKind::kWgradDown, p, t) * column_tiles(TaskKind::kWgradDown, p, t);
-  const std::int64_t up = wgrad_row_tiles(TaskKind::kWgradGateUp, p, t) * column_tiles(TaskKind::kWgradGateUp, p, t);
-  return tiles * (act + hidden + 1) + p.local_experts() * (down + up) + 2;
+  const auto gradient = [&](TaskKind weight, TaskKind bias) {
+    return wgrad_row_tiles(weight, p, t) * column_tiles(weight, p, t) + column_tiles(bias, p, t);
+  };
+  const std::int64_t down = gradient(TaskKind::kWgradDown, TaskKind::kBiasDown);
+  const std::int64_t up = gradient(TaskKind::kWgradGateUp, TaskKind::kBiasGateUp);
+  return tiles * (act + t.dgrad_tiles(p) + hidden + 1) + p.local_experts() * (down + up) + 2;
 }
 
 // -- the pull stream --------------------------------------------------------------------------------------------------
 
-// Tickets of the pull stream: first the pieces, tile after tile (backward: those of dy, then those of x), then the
-// combine.
+// Tickets of the pull stream: first the pieces, tile after tile, then the combine. Backward: all pieces of dy, then
+// those of x, which only the last weight gradient needs; or, where h is recomputed, x and then dy tile by tile.
 struct PullTicket {
   TaskKind kind;        // kDispatch or kCombine
   std::int32_t source;  // dispatch: 0 the op's rows (x forward, dy backward), 1 x in backward
@@ -204,8 +272,10 @@ struct PullTicket {
   std::int64_t piece;
 };
 
+// Who needs x in backward needs dy as well.
 MOE_HOST_DEVICE constexpr std::int64_t pull_sources(Direction direction, const GradNeeds& needs) {
-  return direction == Direction::kBackward && needs.w_gate_up ? 2 : 1;
+  if (direction == Direction::kForward) return 1;
+  return (needs.pulls_dy() ? 1 : 0) + (needs.pulls_x() ? 1 : 0);
 }
 
 MOE_HOST_DEVICE constexpr std::int64_t combine_tasks(Direction direction, const GradNeeds& needs, std::int64_t tokens,
@@ -214,15 +284,17 @@ MOE_HOST_DEVICE constexpr std::int64_t combine_tasks(Direction direction, const 
   return any ? ceil_div(tokens, t.combine_tokens) : 0;
 }
 
-MOE_HOST_DEVICE constexpr PullTicket pull_ticket(std::int64_t ticket, std::int64_t tiles, std::int64_t sources,
-                                                 const Tiling& t) {
+MOE_HOST_DEVICE constexpr PullTicket pull_ticket(std::int64_t ticket, std::int64_t tiles, Direction direction,
+                                                 const GradNeeds& needs, const Tiling& t) {
   const std::int64_t pieces = pieces_of_tile(t);
-  const std::int64_t per_source = tiles * pieces;
-  if (ticket < sources * per_source) {
-    const std::int64_t within = ticket % per_source;
-    return {TaskKind::kDispatch, static_cast<std::int32_t>(ticket / per_source), within / pieces, within % pieces};
+  const std::int64_t dispatches = pull_sources(direction, needs) * tiles * pieces;
+  if (ticket >= dispatches) return {TaskKind::kCombine, 0, ticket - dispatches, 0};
+  if (direction == Direction::kBackward && needs.recomputes()) {
+    const std::int64_t within = ticket % (2 * pieces);
+    return {TaskKind::kDispatch, within < pieces ? 1 : 0, ticket / (2 * pieces), within % pieces};
   }
-  return {TaskKind::kCombine, 0, ticket - sources * per_source, 0};
+  const std::int64_t within = ticket % (tiles * pieces);
+  return {TaskKind::kDispatch, static_cast<std::int32_t>(ticket / (tiles * pieces)), within / pieces, within % pieces};
 }
 
 }  // namespace moe

@@ -1,11 +1,12 @@
-// The combine: y[t] = sum over k, ascending, of weight[t, k] * o[t, k] in fp32, rounded once. One warp claims a few
-// tokens at a time and starts the loads of up to eight rows before it adds the first. Dropped routes are not read. In
-// the layer's kernel all computing warps do this when their tasks are done; the staged combine kernel is nothing else.
+// The combine: y[t] = sum over k, ascending, of weight[t, k] * o[t, k] in fp32, rounded once; in backward dx[t] from
+// the rows of dx without weights, and dS to its place. One warp claims a few tokens at a time and starts the loads of
+// up to eight rows before it adds the first. Dropped routes are not read. In the layer's kernel all computing warps do
+// this when their tasks are done; the staged combine kernel is nothing else.
 #pragma once
 
 #include <cuda_bf16.h>
 
-#include "moe/forward/kernel_params.h"
+#include "moe/stage/layer_params.h"
 #include "moe/stage/tile_rows.h"
 
 namespace moe::sm90 {
@@ -13,7 +14,7 @@ namespace moe::sm90 {
 class CombineRole {
  public:
   // `agent` is this warp's number in the log.
-  __device__ CombineRole(const ForwardParams& params, const Plan& plan, const Counters& counters, std::int32_t agent)
+  __device__ CombineRole(const LayerParams& params, const Plan& plan, const Counters& counters, std::int32_t agent)
       : params_(params), plan_(plan), counters_(counters), agent_(agent) {
     lane_ = static_cast<std::int32_t>(threadIdx.x) % 32;
     top_k_ = static_cast<std::int32_t>(params.problem.top_k);
@@ -33,6 +34,8 @@ class CombineRole {
       const bool refused = params_.counters.plan.sizes->refused != 0 || counters_.aborted();
       const std::int64_t first = std::int64_t{ticket - pieces} * group;
       for (std::int64_t t = first; t < first + group && t < params_.tokens; ++t) {
+        if (params_.combine.dtopk_weights != nullptr) store_route_grads(t, refused);
+        if (params_.combine.rows == nullptr) continue;
         if (refused) {
           store_nan(t);
         } else {
@@ -43,12 +46,22 @@ class CombineRole {
     }
   }
 
-  // NaN in every column of y[t].
+  // NaN in every column of sums[t].
   __device__ void store_nan(std::int64_t t) const {
     constexpr std::uint32_t kNan = 0x7fc07fc0u;
-    std::uint16_t* y = params_.y + t * params_.problem.hidden;
+    std::uint16_t* sums = params_.combine.sums + t * params_.problem.hidden;
     for (std::int64_t column = 8 * lane_; column < params_.problem.hidden; column += 256) {
-      store_streaming(y + column, make_uint4(kNan, kNan, kNan, kNan));
+      store_streaming(sums + column, make_uint4(kNan, kNan, kNan, kNan));
+    }
+  }
+
+  // dS of the token's routes; 0 of those that were dropped, NaN of a refused step.
+  __device__ void store_route_grads(std::int64_t t, bool refused) const {
+    for (std::int32_t k = lane_; k < top_k_; k += 32) {
+      const std::int64_t route = t * top_k_ + k;
+      float grad = read_route(t, k).valid ? load_generic(params_.combine.route_grads + route) : 0.0f;
+      if (refused) grad = __int_as_float(0x7fc00000);
+      params_.combine.dtopk_weights[route] = grad;
     }
   }
 
@@ -75,17 +88,18 @@ class CombineRole {
   };
   __device__ Route read_route(std::int64_t t, std::int32_t k) const {
     if (k >= top_k_) return {0.0f, false};
-    const TopkIds& ids = params_.topk_idx;
+    const TopkIds& ids = params_.combine.topk_idx;
     const std::int64_t at = t * ids.token_stride + k * ids.slot_stride;
     const std::int64_t id = ids.wide ? __ldg(static_cast<const long long*>(ids.ids) + at)
                                      : std::int64_t{__ldg(static_cast<const int*>(ids.ids) + at)};
-    const TopkWeights& weights = params_.topk_weights;
+    const TopkWeights& weights = params_.combine.topk_weights;
+    if (weights.weights == nullptr) return {1.0f, id >= 0};
     return {__ldg(weights.weights + t * weights.token_stride + k * weights.slot_stride), id >= 0};
   }
 
   __device__ void sum_token(std::int64_t t) const {
     const std::int64_t hidden = params_.problem.hidden;
-    const std::uint16_t* rows = params_.o_rows + t * top_k_ * hidden;
+    const std::uint16_t* rows = params_.combine.rows + t * top_k_ * hidden;
     const Route first = read_route(t, lane_);
     for (std::int64_t column = 8 * lane_; column - 8 * lane_ < hidden; column += 256 * kColumns) {
       float sums[kColumns][8] = {};
@@ -134,14 +148,14 @@ class CombineRole {
 
   __device__ void store(std::int64_t t, std::int64_t column, const float (&sums)[kColumns][8]) const {
     const std::int64_t hidden = params_.problem.hidden;
-    std::uint16_t* y = params_.y + t * hidden;
+    std::uint16_t* to = params_.combine.sums + t * hidden;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const std::int64_t at = column + 256 * c;
       if (at >= hidden) continue;
       const float* s = sums[c];
-      store_streaming(y + at, make_uint4(pack_bf16(s[0], s[1]), pack_bf16(s[2], s[3]), pack_bf16(s[4], s[5]),
-                                         pack_bf16(s[6], s[7])));
+      store_streaming(to + at, make_uint4(pack_bf16(s[0], s[1]), pack_bf16(s[2], s[3]), pack_bf16(s[4], s[5]),
+                                          pack_bf16(s[6], s[7])));
     }
   }
 
@@ -155,7 +169,14 @@ class CombineRole {
     return value;
   }
 
-  const ForwardParams& params_;
+  // Likewise.
+  __device__ static float load_generic(const float* address) {
+    float value;
+    asm volatile("ld.global.cs.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+    return value;
+  }
+
+  const LayerParams& params_;
   const Plan& plan_;
   const Counters& counters_;
   std::int32_t agent_;

@@ -1,6 +1,6 @@
-// The dispatch: one warp that copies routed rows of x into the ring that the gate_up GEMM reads, piece after piece, by
-// bulk copies through shared memory. In the layer's kernel it runs beside the tensor cores; the staged dispatch kernel
-// runs many of it.
+// The dispatch: one warp that copies routed rows, piece after piece, to where the GEMMs read them, by bulk copies
+// through shared memory: of x into the ring of the forward, or of dy and x into whole buffers of the backward. In the
+// layer's kernel it runs beside the tensor cores; the staged dispatch kernel runs many of it.
 //
 // A row is cut into chunks of up to 4 KB; a batch is as many chunks as fit one half of the staging memory, each owned
 // by one lane. While a batch is loaded into one half, the batch before leaves the other. A piece is raised when its
@@ -10,7 +10,7 @@
 
 #include "moe/arch/sm90/barrier.h"
 #include "moe/arch/sm90/bulk_copy.h"
-#include "moe/forward/kernel_params.h"
+#include "moe/stage/layer_params.h"
 
 namespace moe::sm90 {
 
@@ -22,7 +22,7 @@ struct PullMemory {
 
 class PullRole {
  public:
-  __device__ PullRole(const ForwardParams& params, const Plan& plan, const Counters& counters, const PullMemory& memory,
+  __device__ PullRole(const LayerParams& params, const Plan& plan, const Counters& counters, const PullMemory& memory,
                       std::int32_t block)
       : params_(params), plan_(plan), counters_(counters), memory_(memory), block_(block) {
     lane_ = static_cast<std::int32_t>(threadIdx.x) % 32;
@@ -69,8 +69,13 @@ class PullRole {
       token = route / static_cast<std::int32_t>(plan_.problem.top_k);
     }
     wait_for_slot(pull, ticket);
-    const std::int64_t ring_row = pull.tile % plan_.schedule.x_slots * kRowTile + first;
-    unsigned char* to = params_.x_rows + ring_row * row_bytes_;
+    const PullSource& source = params_.sources[pull.source];
+    unsigned char* const tile_rows = source.tiles + pull.tile % source.slots * kRowTile * row_bytes_;
+    unsigned char* const to = tile_rows + std::int64_t{first} * row_bytes_;
+    if (plan_.direction == Direction::kBackward) {
+      const auto clear = static_cast<std::int32_t>(rows_to_clear(tile, pull.piece, plan_.tiling));
+      clear_rows(tile_rows + std::int64_t{tile.rows} * row_bytes_, clear);
+    }
     const std::int32_t chunks = rows * parts_;
     for (std::int32_t begin = 0; begin < chunks; begin += lanes_) {
       const std::int32_t chunk = begin + lane_;
@@ -80,9 +85,19 @@ class PullRole {
       const std::int32_t left = row_bytes_ - offset;
       const std::int32_t bytes = owns ? (left < chunk_bytes_ ? left : chunk_bytes_) : 0;
       const std::int64_t from_token = __shfl_sync(kAll, token, row);
-      start_batch(params_.x + from_token * params_.x_token_bytes + offset, to + std::int64_t{row} * row_bytes_ + offset,
+      start_batch(source.rows + from_token * source.token_bytes + offset, to + std::int64_t{row} * row_bytes_ + offset,
                   bytes, begin + lanes_ >= chunks ? ticket : -1);
     }
+  }
+
+  // Zeroes rows behind the last of a tile. The fence lets the loads of others see it, which the async proxy makes; what
+  // follows, up to the raise of the piece, comes behind it.
+  __device__ void clear_rows(unsigned char* begin, std::int32_t rows) const {
+    if (rows == 0) return;
+    auto* const words = reinterpret_cast<uint4*>(begin);
+    const std::int64_t size = std::int64_t{rows} * row_bytes_ / 16;
+    for (std::int64_t i = lane_; i < size; i += 32) words[i] = uint4{};
+    fence_proxy_async();
   }
 
   __device__ void wait_for_slot(const PullTicket& pull, std::int32_t ticket) {
@@ -145,7 +160,7 @@ class PullRole {
 
   __device__ unsigned char* place(std::uint32_t half) const { return memory_.halves[half] + lane_ * chunk_bytes_; }
 
-  const ForwardParams& params_;
+  const LayerParams& params_;
   const Plan& plan_;
   const Counters& counters_;
   PullMemory memory_;

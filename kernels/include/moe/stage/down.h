@@ -1,5 +1,5 @@
 // Epilogue of the down GEMM: bias, rounding, and every row to the place of its route, o[t * K + k], from where the
-// combine takes it.
+// combine takes it. Rows of dx go the same way.
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
@@ -15,7 +15,7 @@ struct DownTile {
 };
 
 // The routes of a thread's rows. Asked for before the K loop, so that the answer is there after it.
-__device__ inline void read_routes(const ForwardParams& params, std::int32_t row_begin, std::int32_t rows,
+__device__ inline void read_routes(const LayerParams& params, std::int32_t row_begin, std::int32_t rows,
                                    std::int32_t (&routes)[2]) {
   const TilePlace place = TilePlace::of_thread();
 #pragma unroll
@@ -25,13 +25,11 @@ __device__ inline void read_routes(const ForwardParams& params, std::int32_t row
   }
 }
 
+// One row of a thread, from `column` on, to row `route` of `rows` [T * K, hidden].
 template <int kHalf, typename Accumulators>
-__device__ inline void store_o_row(const Accumulators& acc, const ForwardParams& params, const DownTile& tile,
-                                   int quad) {
-  const std::int32_t route = tile.routes[kHalf];
-  const std::int32_t column = tile.column + 8 * quad;
-  const std::int64_t hidden = params.problem.hidden;
-  const RowWriter row{params.o_rows + std::int64_t{route} * hidden + column,
+__device__ inline void store_routed_row(const Accumulators& acc, std::uint16_t* rows, std::int64_t hidden,
+                                        std::int32_t column, std::int32_t route, int quad) {
+  const RowWriter row{rows + std::int64_t{route} * hidden + column,
                       route >= 0 ? static_cast<std::int32_t>(hidden) - column : 0};
 #pragma unroll
   for (int block = 0; block < 32; block += 4) {
@@ -45,16 +43,24 @@ __device__ inline void store_o_row(const Accumulators& acc, const ForwardParams&
   }
 }
 
+// A thread's part of a tile whose first column is `column`.
+template <typename Accumulators>
+__device__ inline void store_routed_rows(const Accumulators& acc, std::uint16_t* rows, std::int64_t hidden,
+                                         std::int32_t column, const std::int32_t (&routes)[2]) {
+  const int quad = TilePlace::of_thread().quad;
+  store_routed_row<0>(acc, rows, hidden, column + 8 * quad, routes[0], quad);
+  store_routed_row<1>(acc, rows, hidden, column + 8 * quad, routes[1], quad);
+}
+
 template <typename Accumulators>
 __device__ inline void down_epilogue(Accumulators& acc, const ForwardParams& params, const DownTile& tile) {
-  const int quad = TilePlace::of_thread().quad;
   if (params.bias_down != nullptr) {
+    const int quad = TilePlace::of_thread().quad;
     const std::int64_t hidden = params.problem.hidden;
     add_bias<0, 32>(acc, params.bias_down + tile.expert * hidden + tile.column,
                     static_cast<std::int32_t>(hidden) - tile.column, quad);
   }
-  store_o_row<0>(acc, params, tile, quad);
-  store_o_row<1>(acc, params, tile, quad);
+  store_routed_rows(acc, params.o_rows, params.problem.hidden, tile.column, tile.routes);
 }
 
 }  // namespace moe::sm90

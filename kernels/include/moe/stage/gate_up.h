@@ -4,6 +4,7 @@
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
+#include "moe/backward/kernel_params.h"
 #include "moe/forward/kernel_params.h"
 #include "moe/stage/activation.h"
 #include "moe/stage/tile_rows.h"
@@ -15,7 +16,7 @@ struct GateUpTile {
   std::int32_t column;     // first column of a
   std::int32_t row_begin;  // in compact rows
   std::int32_t rows;
-  std::int32_t ring_row;  // first row in the ring of a
+  std::int32_t ring_row;  // first row in the ring of a; backward: in the row buffers
 };
 
 // Where one row of a thread goes.
@@ -74,9 +75,9 @@ __device__ inline void store_act_row(const Accumulators& acc, const ForwardParam
   }
 }
 
-template <typename Accumulators>
-__device__ inline void add_gate_up_bias(Accumulators& acc, const ForwardParams& params, const GateUpTile& tile,
-                                        int quad) {
+// Of both directions.
+template <typename Accumulators, typename Params>
+__device__ inline void add_gate_up_bias(Accumulators& acc, const Params& params, const GateUpTile& tile, int quad) {
   const std::int64_t width = params.problem.width;
   const auto left = static_cast<std::int32_t>(width) - tile.column;
   if (params.problem.gated != 0) {
@@ -108,6 +109,42 @@ __device__ inline void gate_up_epilogue(Accumulators& acc, const ForwardParams& 
       return store_act_tile<ActivationForm::kErf>(acc, params, tile, place);
     case ActivationForm::kRelu2:
       return store_act_tile<ActivationForm::kRelu2>(acc, params, tile, place);
+  }
+}
+
+// Where the backward computes h again: bias and rounding alone, in row tiles where dh will stand.
+template <int kUp, int kHalf, typename Accumulators>
+__device__ inline void store_h_row(const Accumulators& acc, const BackwardParams& params, const GateUpTile& tile,
+                                   const TilePlace& place) {
+  const std::int32_t row = place.row + 8 * kHalf;
+  const auto width = static_cast<std::int32_t>(params.problem.width);
+  const std::int32_t column = tile.column + 8 * place.quad;
+  std::uint16_t* gate = params.dh + (std::int64_t{tile.ring_row} + row) * params.h_columns + column;
+  const std::int32_t left = row < tile.rows ? width - column : 0;
+#pragma unroll
+  for (int block = 0; block < 32; block += 4) {
+    std::uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * (block + i) + 2 * kHalf;
+      pairs[i] = pack_bf16(acc(at), acc(at + 1));
+    }
+    const bool up = kUp > 0 && block >= kUp;
+    const RowWriter writer{up ? gate + width : gate, left};
+    writer.store<true>(8 * (up ? block - kUp : block), gather_block(pairs, place.quad));
+  }
+}
+
+template <typename Accumulators>
+__device__ inline void recompute_epilogue(Accumulators& acc, const BackwardParams& params, const GateUpTile& tile) {
+  const TilePlace place = TilePlace::of_thread();
+  if (params.bias_gate_up != nullptr) add_gate_up_bias(acc, params, tile, place.quad);
+  if (params.problem.gated != 0) {
+    store_h_row<16, 0>(acc, params, tile, place);
+    store_h_row<16, 1>(acc, params, tile, place);
+  } else {
+    store_h_row<0, 0>(acc, params, tile, place);
+    store_h_row<0, 1>(acc, params, tile, place);
   }
 }
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
-#include "moe/forward/kernel_params.h"
+#include "moe/stage/layer_params.h"
 
 namespace moe::sm90 {
 
@@ -48,27 +48,48 @@ class TaskReader {
   int index_ = 0;
 };
 
-// The tickets of this launch: all of them, or those of one stage.
+// The tickets of this launch: all of them, or those of one stage, where stages are separate.
 struct TicketRange {
   std::int64_t begin;
   std::int64_t end;
 };
 
-__device__ inline TicketRange ticket_range(const ForwardParams& params, const Plan& plan) {
-  const std::int64_t gate_up = params.counters.plan.sizes->num_gate_up;
-  switch (params.stages & (kStageGateUp | kStageDown)) {
+__device__ inline TicketRange ticket_range(const LayerParams& params, const Plan& plan) {
+  const PlanSizes& sizes = *params.counters.plan.sizes;
+  const std::int64_t gate_up = sizes.num_gate_up;
+  const std::int64_t down_dgrad = gate_up + sizes.num_down_dgrad;
+  const std::int64_t gate_up_dgrad = down_dgrad + sizes.num_gate_up_dgrad;
+  switch (params.stages & kStageTasks) {
     case kStageGateUp:
       return {0, gate_up};
     case kStageDown:
       return {gate_up, plan.num_tasks};
+    case kStageDownDgrad:
+      return {gate_up, down_dgrad};
+    case kStageGateUpDgrad:
+      return {down_dgrad, gate_up_dgrad};
+    case kStageWgrad:
+      return {gate_up_dgrad, plan.num_tasks};
     default:
       return {0, plan.num_tasks};
   }
 }
 
+// What a task says about rows: the first and how many. Of tile tasks in compact rows; of the gradients of one expert's
+// parameters in rows of whole tiles, of which the expert's are the first.
+__device__ inline RowTile rows_of_task(const PlanMemory& memory, const Task& task, std::uint32_t block) {
+  const TileTables& tables = memory.tables;
+  if (is_tile_task(task.kind)) return tables.tiles[task.paired_columns != 0 ? task.tile : task.tile + block];
+  if (task.kind == TaskKind::kRouteGrad) return tables.tiles[task.tile];
+  if (!is_wgrad(task.kind) && !is_bias_grad(task.kind)) return {};
+  const std::int64_t* offsets = memory.expert_offsets + task.expert;
+  return {task.expert, tables.expert_tiles[task.expert] * static_cast<std::int32_t>(kRowTile),
+          static_cast<std::int32_t>(offsets[1] - offsets[0])};
+}
+
 // Claims the next ticket and hands its task, or that there is none, to both blocks.
 template <int kConfig>
-__device__ void claim_task(const ForwardParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
+__device__ void claim_task(const LayerParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
                            std::int32_t block, const TicketRange& range, int slot) {
   const PlanMemory& memory = params.counters.plan;
   const std::int64_t ticket = range.begin + atomicAdd(memory.tickets + kComputeTickets * kTicketStride, 1);
@@ -78,10 +99,8 @@ __device__ void claim_task(const ForwardParams& params, SharedStorage<kConfig>& 
   if (any) {
     task = memory.tasks[ticket];
     counters.log_claim({block, Role::kLoad, task.kind, static_cast<std::int32_t>(ticket)}, Stream::kCompute);
-    if (is_tile_task(task.kind)) {
-      tiles[0] = memory.tables.tiles[task.tile];
-      tiles[1] = task.paired_columns != 0 ? tiles[0] : memory.tables.tiles[task.tile + 1];
-    }
+    tiles[0] = rows_of_task(memory, task, 0);
+    tiles[1] = rows_of_task(memory, task, 1);
   }
   for (std::uint32_t target = 0; target < 2; ++target) {
     const std::uint32_t base = peer_address(&storage.slots[slot], target);
@@ -103,7 +122,7 @@ __device__ void claim_task(const ForwardParams& params, SharedStorage<kConfig>& 
 // ahead of it, so that the loads of one task follow those of another without a pause: what the waits have acquired goes
 // to the load warp through `may_load`.
 template <int kConfig>
-__device__ void schedule_tasks(const ForwardParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
+__device__ void schedule_tasks(const LayerParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
                                std::int32_t block) {
   const auto rank = block_in_cluster();
   const TicketRange range = ticket_range(params, storage.plan);

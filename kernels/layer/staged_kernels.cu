@@ -1,10 +1,10 @@
 // See staged_kernels.h.
-#include "forward/staged_kernels.h"
+#include "layer/staged_kernels.h"
 
-#include "forward/shared_memory.h"
-#include "moe/forward/launch_end.h"
+#include "layer/shared_memory.h"
 #include "moe/stage/combine.h"
 #include "moe/stage/dispatch.h"
+#include "moe/stage/launch_end.h"
 
 namespace moe::sm90 {
 namespace {
@@ -21,7 +21,7 @@ struct BlockState {
   std::int32_t is_last;
 };
 
-__device__ inline std::int64_t start_block(const ForwardParams& params, BlockState& state, Role role) {
+__device__ inline std::int64_t start_block(const LayerParams& params, BlockState& state, Role role) {
   const std::int64_t generation = params.counters.plan.launch->generation + 1;
   if (threadIdx.x == 0) {
     for (int c = 0; c < kNumCounters; ++c) {
@@ -29,8 +29,7 @@ __device__ inline std::int64_t start_block(const ForwardParams& params, BlockSta
     }
     const Counters counters(params.counters, state.counter_offsets, params.problem, generation);
     counters.wait_start({static_cast<std::int32_t>(blockIdx.x), role, TaskKind::kPlan, -1});
-    state.plan =
-        plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens, generation);
+    state.plan = plan_of_launch(params, generation);
   }
   __syncthreads();
   return generation;
@@ -42,7 +41,7 @@ struct DispatchState {
   BlockState block;
 };
 
-__global__ void __launch_bounds__(32 * kPullWarps) dispatch_kernel(const __grid_constant__ ForwardParams params) {
+__global__ void __launch_bounds__(32 * kPullWarps) dispatch_kernel(const __grid_constant__ LayerParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& state = *reinterpret_cast<DispatchState*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -61,18 +60,25 @@ __global__ void __launch_bounds__(32 * kPullWarps) dispatch_kernel(const __grid_
   leave_launch(params, state.block.is_last, false);
 }
 
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ ForwardParams params) {
+template <typename Params>
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Params params) {
   __shared__ BlockState state;
   const std::int64_t generation = start_block(params, state, Role::kPull);
   const Counters counters(params.counters, state.counter_offsets, params.problem, generation);
   CombineRole(params, state.plan, counters, static_cast<std::int32_t>(blockIdx.x)).run();
   __syncwarp();
-  leave_launch(params, state.is_last, true);
+  if (leave_launch(params, state.is_last, true)) poison_outputs(params);
+}
+
+template <typename Params>
+cudaError_t launch_combine_kernel(const Params& params, int blocks, cudaStream_t stream) {
+  combine_kernel<<<blocks * kCombineBlocksPerSm, kCombineThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_t stream) {
+cudaError_t launch_dispatch(const LayerParams& params, int blocks, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(DispatchState));
   static SharedMemoryPermission permission;
   const cudaError_t error = permission.ask(dispatch_kernel, kBytes);
@@ -82,8 +88,10 @@ cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_
 }
 
 cudaError_t launch_combine(const ForwardParams& params, int blocks, cudaStream_t stream) {
-  combine_kernel<<<blocks * kCombineBlocksPerSm, kCombineThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_combine_kernel(params, blocks, stream);
+}
+cudaError_t launch_combine(const BackwardParams& params, int blocks, cudaStream_t stream) {
+  return launch_combine_kernel(params, blocks, stream);
 }
 
 }  // namespace moe::sm90

@@ -1,20 +1,23 @@
-// The layer's kernel: dispatch, gate_up, down and combine by warp roles of one persistent launch, or some of the stages
-// where StageMask says so. Its body only hands out roles; each of them walks the plan that the route kernel has built.
+// The layer's kernel, forward or backward by the type of its parameters: all stages of a direction by warp roles of one
+// persistent launch, or some of them where StageMask says so. Its body only hands out roles; each of them walks the
+// plan that the route kernel (backward: the plan kernel) has built.
 //
-//   warp 0   load      TMA of rows and weights into shared memory             (stage/load.h)
-//   warp 1   pull      routed rows of x into the ring                         (stage/dispatch.h)
+//   warp 0   load      TMA of the operands into shared memory                 (stage/load.h)
+//   warp 1   pull      routed rows of x, or of dy and x                       (stage/dispatch.h)
 //   warp 2   schedule  claims tasks for the cluster, waits of the load warp   (stage/task_queue.h)
-//   warp 3   signal    waits and raises of the computing warps                (stage/compute.h)
-//   warps 4-11         tensor cores and epilogues, then the combine           (stage/compute.h, stage/combine.h)
+//   warp 3   signal    waits and raises of the computing warps                (stage/signal.h)
+//   warps 4-11         tensor cores and epilogues, then the combine           (stage/compute.h or stage/gradients.h,
+//                                                                              stage/combine.h)
+//
+// Included by the instances behind the headers of their direction.
 #pragma once
 
 #include "cutlass/arch/reg_reconfig.h"
-#include "moe/forward/kernel_params.h"
-#include "moe/forward/launch_end.h"
 #include "moe/stage/combine.h"
-#include "moe/stage/compute.h"
 #include "moe/stage/dispatch.h"
+#include "moe/stage/launch_end.h"
 #include "moe/stage/load.h"
+#include "moe/stage/signal.h"
 #include "moe/stage/task_queue.h"
 
 namespace moe::sm90 {
@@ -44,8 +47,8 @@ __device__ typename GemmTraits<kConfig>::Pipeline make_pipeline(SharedStorage<kC
   return {storage.pipeline, params, typename Traits::Cluster{}};
 }
 
-template <int kConfig>
-__global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constant__ ForwardParams params) {
+template <int kConfig, typename Params>
+__global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constant__ Params params) {
   using Traits = GemmTraits<kConfig>;
   extern __shared__ unsigned char shared_bytes[];
   auto& storage = *reinterpret_cast<SharedStorage<kConfig>*>(shared_bytes);
@@ -71,16 +74,15 @@ __global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    storage.plan =
-        plan_in_memory(params.counters.plan, params.problem, params.tiling, params.schedule, params.tokens, generation);
+    storage.plan = plan_of_launch(params, generation);
   }
   cluster_sync();
 
-  const bool has_tasks = (params.stages & (kStageGateUp | kStageDown)) != 0;
+  const bool has_tasks = (params.stages & kStageTasks) != 0;
   if (warp < static_cast<int>(Warp::kCompute)) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kShape.producer_registers>();
     if (warp == static_cast<int>(Warp::kLoad) && leads && has_tasks) {
-      LoadRole<kConfig>(params, storage, pipeline).run();
+      LoadRole<kConfig, Params>(params, storage, pipeline).run();
     } else if (warp == static_cast<int>(Warp::kPull) && (params.stages & kStageDispatch) != 0) {
       const PullMemory memory{{storage.staging[0], storage.staging[1]}, storage.staged, Traits::kShape.staging_bytes};
       PullRole(params, storage.plan, counters, memory, block).run();
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constan
   }
   __syncwarp();
   cluster_sync();  // neither block may leave while the other can still reach its shared memory
-  leave_launch(params, storage.is_last, (params.stages & kStageCombine) != 0);
+  if (leave_launch(params, storage.is_last, (params.stages & kStageCombine) != 0)) poison_outputs(params);
 }
 
 }  // namespace moe::sm90

@@ -1,5 +1,5 @@
 // See tensor_maps.h.
-#include "forward/tensor_maps.h"
+#include "layer/tensor_maps.h"
 
 #include <cuda_runtime.h>
 
