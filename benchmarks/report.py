@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +19,9 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation of one shape. tflops: of 6 T K H I operations forward; ratio_dense: over that of dense."""
+    """One implementation of one shape. tflops: of 6 T K H I operations forward, 12 T K H I backward; ratio_dense: over
+    that of dense.
+    """
 
     gpu: str
     driver: str
@@ -60,16 +64,18 @@ def today() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
-def default_path() -> Path:
-    return ROOT / "results" / gpu_name() / "forward.csv"
+def default_path(name: str) -> Path:
+    return ROOT / "results" / gpu_name() / f"{name}.csv"
 
 
-def append(path: Path, rows: list[Row]) -> None:
-    """Adds rows to the file, with a heading where it is new."""
+def append(path: Path, rows: Sequence[Any]) -> None:
+    """Adds rows, dataclasses of one kind, to the file, with a heading where it is new."""
+    if not rows:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")
         if new:
             writer.writeheader()
         for row in rows:
@@ -84,7 +90,7 @@ def print_table(rows: list[Row]) -> None:
     by_place = {(row.shape, row.impl): row for row in rows}
     ratios = [name for name in ("torch_staged", "staged", "dense") if name in impls and "mega" in impls]
     routed = any(row.impl == "route" for row in rows)
-    table = Table(title=f"forward, {rows[0].routing} routing, {rows[0].gpu}: TFLOP/s (ms)")
+    table = Table(title=f"{rows[0].direction}, {rows[0].routing} routing, {rows[0].gpu}: TFLOP/s (ms)")
     for heading in ("shape", *impls, *(f"mega/{name}" for name in ratios), *(["route/mega"] if routed else [])):
         table.add_column(heading, justify="left" if heading == "shape" else "right")
     for shape in shapes:

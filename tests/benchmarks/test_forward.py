@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import forward, host_time, layers, report, timing
+from benchmarks import driver, forward, host_time, layers, report, timing
 from moe_megakernel.shapes import Shape
 
 SMALL = Shape("small", "small", num_experts=8, hidden=64, width=32, top_k=4, tokens=100)
@@ -35,8 +35,7 @@ def test_rows_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(report, "gpu_name", lambda: "h200")
     spent = {"mega": 1.0, "staged": 1.25, "torch_staged": 2.0, "dense": 0.5, "route": 0.01}
     times = {name: timing.Times(ms, ms - 0.001, ms + 0.001) for name, ms in spent.items()}
-    layer = layers.make_layer(SMALL, "uniform", "cpu")
-    rows = forward.make_rows("A", layer, "uniform", "abc", times)
+    rows = driver.make_rows("A", SMALL, "forward", "uniform", "abc", times)
     path = tmp_path / "new" / "forward.csv"
     for _ in range(2):
         report.append(path, rows)
@@ -55,10 +54,10 @@ def test_rows_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_named_shapes_and_options() -> None:
-    assert list(forward.benchmark_shapes()) == list("ABCDEF")
-    assert forward.split("A, C", ("A", "B", "C"), "--shapes") == ["A", "C"]
+    assert list(driver.benchmark_shapes()) == list("ABCDEF")
+    assert driver.split("A, C", ("A", "B", "C"), "--shapes") == ["A", "C"]
     with pytest.raises(Exception, match=r"expected some of A, B, got 'Z'"):
-        forward.split("Z", ("A", "B"), "--shapes")
+        driver.split("Z", ("A", "B"), "--shapes")
 
 
 def test_the_twin_stands_in_for_the_layer() -> None:

@@ -42,7 +42,13 @@ def run_logged(
     needs: GradNeeds = GradNeeds(),  # noqa: B008  (immutable)
 ) -> list[Tensor]:
     """Records of several launches, which must give the bits of one without a log."""
-    y = inputs.leaves(**needs._asdict()).call(backend="mega", recompute=recompute)
+    needs = needs._replace(
+        bias_gate_up=needs.bias_gate_up and inputs.bias_gate_up is not None,
+        bias_down=needs.bias_down and inputs.bias_down is not None,
+        recompute=recompute,
+    )
+    asked = {name: need for name, need in needs._asdict().items() if name != "recompute"}
+    y = inputs.leaves(**asked).call(backend="mega", recompute=recompute)
     arguments = backward_arguments(y, make_dy(inputs.x))
     plain = gradients(arguments)
     with logged(Direction.BACKWARD) as logs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +68,17 @@ def test_it_grows_and_never_shrinks() -> None:
     assert not large.any(), "a new workspace begins with zeros"
     assert get_workspace(FIRST, 100) is large
     assert workspaces_bytes() == 200
+
+
+def test_the_smaller_one_is_gone_before_the_larger_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward share it, and the first backward of a step makes it grow."""
+    small = weakref.ref(get_workspace(FIRST, 100))
+    gone: list[bool] = []
+    allocate = workspaces._allocate
+    monkeypatch.setattr(workspaces, "_allocate", lambda *a: (gone.append(small() is None), allocate(*a))[1])
+    assert get_workspace(FIRST, 50) is small()
+    get_workspace(FIRST, 200)
+    assert gone == [True]
 
 
 def test_a_capture_gets_one_of_its_own_that_is_not_kept(device_state: SimpleNamespace) -> None:

@@ -59,7 +59,10 @@ def get_workspace(device: torch.device, num_bytes: int) -> Tensor:
     found = _cache.get(key)
     if found is not None and found.numel() >= num_bytes:
         return found
-    # Memory that it outgrows goes back in stream order: whatever still runs there is finished first.
+    # Memory that it outgrows goes back first, so that both are never there at once, and in stream order: whatever still
+    # runs there is finished before it is used again.
+    found = None
+    _drop_smaller(key, num_bytes)
     fresh = _new_workspace(num_bytes, device)
     with _lock:
         found = _cache.get(key)
@@ -67,6 +70,13 @@ def get_workspace(device: torch.device, num_bytes: int) -> Tensor:
             return found
         _cache[key] = fresh
     return fresh
+
+
+def _drop_smaller(key: tuple[int, int], num_bytes: int) -> None:
+    with _lock:
+        kept = _cache.get(key)
+        if kept is not None and kept.numel() < num_bytes:
+            del _cache[key]
 
 
 def drop_workspaces(index: int) -> None:
