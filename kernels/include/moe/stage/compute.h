@@ -30,12 +30,12 @@ __device__ void signal_tasks(SharedStorage<kConfig>& storage, const Counters& co
     if (slot.kind < 0) return;
     const Task task = slot.task();
     const Site site{block, Role::kCompute, task.kind, slot.ticket};
-    const Waits waits = task_waits(plan, task, rank, Role::kCompute);
+    const Waits waits = forward_waits(plan, task, rank, Role::kCompute);
     for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kCompute>(site, waits.items[i]);
     if (task.kind == TaskKind::kDrain && rank == 0) counters.wait_done(site);
     storage.may_store[reader.slot()].arrive();
     storage.stored[reader.slot()].wait(reader.parity());
-    const Raises raises = task_raises(plan, task, rank);
+    const Raises raises = forward_raises(plan, task, rank);
     for (std::int64_t i = 0; i < raises.size; ++i) counters.raise(site, raises.items[i]);
     if (task.kind == TaskKind::kClose && rank == 0) counters.raise_done(site);
     reader.next();

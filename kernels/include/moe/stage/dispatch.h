@@ -57,7 +57,7 @@ class PullRole {
 
   // Rows of one piece: lane r knows the token of row r.
   __device__ void move(std::int32_t ticket) {
-    const PullTicket pull = plan_.pull_task(ticket);
+    const PullTicket pull = forward_pull_ticket(ticket, plan_.counts.tiles, plan_.tiling);
     if (lane_ == 0) counters_.log_claim(site(ticket), Stream::kPull);
     const RowTile tile = plan_.tables.tiles[pull.tile];
     const auto rows = static_cast<std::int32_t>(rows_of_piece(tile, pull.piece, plan_.tiling));
@@ -86,7 +86,7 @@ class PullRole {
   }
 
   __device__ void wait_for_slot(const PullTicket& pull, std::int32_t ticket) {
-    const Waits waits = piece_waits(plan_, pull);
+    const Waits waits = forward_piece_waits(plan_, pull);
     if (waits.size == 0) return;
     bool met = true;
     if (lane_ == 0) met = counters_.is_met(waits.items[0]);
@@ -138,7 +138,7 @@ class PullRole {
   __device__ void raise(std::int32_t ticket) {
     __syncwarp();
     if (lane_ == 0) {
-      const Raises raises = piece_raises(plan_, plan_.pull_task(ticket));
+      const Raises raises = forward_piece_raises(plan_, forward_pull_ticket(ticket, plan_.counts.tiles, plan_.tiling));
       for (std::int64_t i = 0; i < raises.size; ++i) counters_.raise(site(ticket), raises.items[i]);
     }
   }

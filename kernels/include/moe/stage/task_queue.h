@@ -119,7 +119,7 @@ __device__ void schedule_tasks(const ForwardParams& params, SharedStorage<kConfi
     if (slot.kind < 0) return;
     const Task task = slot.task();
     const Site site{block, Role::kLoad, task.kind, slot.ticket};
-    const Waits waits = task_waits(storage.plan, task, rank, Role::kLoad);
+    const Waits waits = forward_waits(storage.plan, task, rank, Role::kLoad);
     for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kLoad>(site, waits.items[i]);
     storage.may_load[index].arrive();
     reader.next();
