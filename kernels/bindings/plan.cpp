@@ -19,15 +19,6 @@ namespace {
 constexpr const char* kTables = "plan_tables";
 constexpr std::int64_t kGeneration = 1;  // of the flags in the records
 
-Numbers offsets_of_experts(const PlanConfig& config, const RankRoutes& routes) {
-  const Problem& p = config.problem;
-  Numbers offsets(static_cast<std::size_t>(p.local_experts() + 1));
-  Numbers scratch(static_cast<std::size_t>(p.num_ranks * (kTokenResidues + 2)));
-  std::int64_t* send = scratch.data() + p.num_ranks * kTokenResidues;
-  merge_rows(routes, p.rank, scratch.data(), {offsets.data(), nullptr, send, send + p.num_ranks});
-  return offsets;
-}
-
 // See src/moe_megakernel/plan.py, PlanTables, for what each result holds.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> plan_tables(
     const Tensor& class_counts, const Tensor& tokens, const Tensor& config, std::int64_t direction,

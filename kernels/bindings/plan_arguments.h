@@ -135,4 +135,14 @@ inline Numbers numbers_of_task(const Task& t) {
   return {static_cast<std::int64_t>(t.kind), t.expert, t.tile, t.column, t.paired_columns};
 }
 
+// expert_offsets [L + 1] of the configuration's rank.
+inline Numbers offsets_of_experts(const PlanConfig& config, const RankRoutes& routes) {
+  const Problem& p = config.problem;
+  Numbers offsets(static_cast<std::size_t>(p.local_experts() + 1));
+  Numbers scratch(static_cast<std::size_t>(p.num_ranks * (kTokenResidues + 2)));
+  std::int64_t* send = scratch.data() + p.num_ranks * kTokenResidues;
+  merge_rows(routes, p.rank, scratch.data(), {offsets.data(), nullptr, send, send + p.num_ranks});
+  return offsets;
+}
+
 }  // namespace moe

@@ -1,6 +1,6 @@
 // Registers the CUDA kernels of torch.ops.moe.route, the sort alone, and of moe.device_plan, with which tests compare
-// the plan that a device builds with that of the host: forward/route_kernel.h on tensors. Schemas and fakes live in
-// Python (src/moe_megakernel/schemas.py, plan_ops.py).
+// the plan that a device builds with that of the host: forward/route_kernel.h and backward/plan_kernel.h on tensors.
+// Schemas and fakes live in Python (src/moe_megakernel/schemas.py, plan_ops.py).
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "backward/plan_kernel.h"
 #include "forward/route_kernel.h"
 #include "plan_arguments.h"
 #include "route_arguments.h"
@@ -75,12 +76,31 @@ Tensor on_host(const Tensor& tensor) {
   return torch::stable::to(tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
-// class_counts int32 [W, E, 64] on the device; tokens int64 [W] anywhere; config int64 on the host -> on the host, as
-// plan_tables gives them: expert_offsets [L + 1], sources [R, 2] (none for one rank), tiles [n, 3], segments [n, 4],
-// minibatch_ends [n], expert_tiles [L + 1], expert_pieces [L + 1], tasks [n, 5]. Synchronises.
+// Plans a backward from the offsets that a forward of these routes saves.
+cudaError_t plan_backward(const RouteArguments& route, const Numbers& offsets, std::int64_t needs,
+                          std::int32_t* device_offsets, cudaStream_t stream) {
+  const std::vector<std::int32_t> saved(offsets.begin(), offsets.end());
+  const cudaError_t error = cudaMemcpyAsync(device_offsets, saved.data(), saved.size() * sizeof(std::int32_t),
+                                            cudaMemcpyHostToDevice, stream);
+  if (error != cudaSuccess) return error;
+  BackwardPlanArguments arguments{};
+  arguments.problem = route.problem;
+  arguments.tiling = route.tiling;
+  arguments.schedule = route.schedule;
+  arguments.needs = needs_of_mask(needs);
+  arguments.expert_offsets = device_offsets;
+  arguments.memory = route.memory;
+  return launch_backward_plan(arguments, stream);
+}
+
+// class_counts int32 [W, E, 64] on the device; tokens int64 [W] anywhere; config int64 on the host; needs -1 for a
+// forward, the mask of a backward -> on the host, as plan_tables gives them: expert_offsets [L + 1], sources [R, 2] (of
+// a forward of several ranks), tiles [n, 3], segments [n, 4], minibatch_ends [n], expert_tiles [L + 1], expert_pieces
+// [L + 1], tasks [n, 5]. Synchronises.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> device_plan(const Tensor& class_counts,
                                                                                        const Tensor& tokens,
-                                                                                       const Tensor& config) {
+                                                                                       const Tensor& config,
+                                                                                       std::int64_t needs) {
   RouteArguments arguments{};
   const PlanConfig read = read_config(kDevicePlan, config);
   arguments.problem = read.problem;
@@ -91,6 +111,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> devic
   check_capacity(kDevicePlan, read, rank_routes(host_counts, starts.data()));
   STD_TORCH_CHECK(read.problem.local_experts() <= kMaxRouteExperts, "moe::device_plan: config: expected at most ",
                   kMaxRouteExperts, " experts a rank, got ", read.problem.local_experts());
+  STD_TORCH_CHECK(needs >= -1 && needs < 1 << kNumGradNeeds, "moe::device_plan: needs: expected -1 or a mask of ",
+                  kNumGradNeeds, " bits, got ", needs);
 
   const DeviceGuard guard(class_counts.get_device_index());
   const cudaStream_t stream = current_stream(class_counts.get_device_index());
@@ -102,8 +124,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> devic
   check_cuda(kDevicePlan, cudaMemcpyAsync(device_starts.get(), starts.data(), starts.size() * sizeof(std::int64_t),
                                           cudaMemcpyHostToDevice, stream));
   arguments.memory = local_plan_memory(memory.get(), read.problem, read.tiling, read.schedule);
-  check_cuda(kDevicePlan, launch_plan(arguments, class_counts.const_data_ptr<std::int32_t>(),
-                                      static_cast<const std::int64_t*>(device_starts.get()), stream));
+  const std::int64_t experts = read.problem.local_experts() + 1;
+  const DeviceBytes device_offsets(static_cast<std::size_t>(experts) * sizeof(std::int32_t));
+  if (needs < 0) {
+    check_cuda(kDevicePlan, launch_plan(arguments, class_counts.const_data_ptr<std::int32_t>(),
+                                        static_cast<const std::int64_t*>(device_starts.get()), stream));
+  } else {
+    const Numbers offsets = offsets_of_experts(read, rank_routes(host_counts, starts.data()));
+    check_cuda(kDevicePlan,
+               plan_backward(arguments, offsets, needs, static_cast<std::int32_t*>(device_offsets.get()), stream));
+  }
   std::vector<std::int64_t> copy(bytes / sizeof(std::int64_t));  // regions are multiples of 256 bytes
   check_cuda(kDevicePlan, cudaMemcpyAsync(copy.data(), memory.get(), bytes, cudaMemcpyDeviceToHost, stream));
   check_cuda(kDevicePlan, cudaStreamSynchronize(stream));
@@ -113,11 +143,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> devic
                   "moe::device_plan: plan_ready: expected generation ", plan.launch->generation + 1, ", got ",
                   plan.launch->plan_ready);
   const TileCounts& n = plan.sizes->counts;
-  const std::int64_t experts = read.problem.local_experts() + 1;
   const auto widen = [&](const std::int32_t* values, std::int64_t count) {
     return to_tensor(config, Numbers(values, values + count), 0);
   };
-  const std::int64_t rows = plan.sources == nullptr ? 0 : plan.expert_offsets[experts - 1];
+  const std::int64_t rows = plan.sources == nullptr || needs >= 0 ? 0 : plan.expert_offsets[experts - 1];
   return {to_tensor(config, Numbers(plan.expert_offsets, plan.expert_offsets + experts), 0),
           rows_to_tensor(config, plan.sources, rows, 2, [](const RowSource& s) { return Numbers{s.rank, s.position}; }),
           rows_to_tensor(config, plan.tables.tiles, n.tiles, kTileColumns, numbers_of_tile),

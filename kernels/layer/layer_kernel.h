@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(kThreads, 1) layer_kernel(const __grid_constan
       LoadRole<kConfig, Params>(params, storage, pipeline).run();
     } else if (warp == static_cast<int>(Warp::kPull) && (params.stages & kStageDispatch) != 0) {
       const PullMemory memory{{storage.staging[0], storage.staging[1]}, storage.staged, Traits::kShape.staging_bytes};
-      PullRole(params, storage.plan, counters, memory, block).run();
+      PullRole<Params::kDirection>(params, storage.plan, counters, memory, block).run();
     } else if (warp == static_cast<int>(Warp::kSchedule) && leads && has_tasks) {
-      schedule_tasks<kConfig>(params, storage, counters, block);
+      schedule_tasks<kConfig, Params::kDirection>(params, storage, counters, block);
     } else if (warp == static_cast<int>(Warp::kSignal) && leads && has_tasks) {
-      signal_tasks<kConfig>(storage, counters, block);
+      signal_tasks<kConfig, Params::kDirection>(storage, counters, block);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kShape.consumer_registers>();

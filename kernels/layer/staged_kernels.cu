@@ -41,6 +41,7 @@ struct DispatchState {
   BlockState block;
 };
 
+template <Direction kDirection>
 __global__ void __launch_bounds__(32 * kPullWarps) dispatch_kernel(const __grid_constant__ LayerParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& state = *reinterpret_cast<DispatchState*>(shared_bytes);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(32 * kPullWarps) dispatch_kernel(const __grid_
   const Counters counters(params.counters, state.block.counter_offsets, params.problem, generation);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const PullMemory memory{{state.staging[warp][0], state.staging[warp][1]}, state.loaded[warp], kHalfBytes};
-  PullRole(params, state.block.plan, counters, memory, static_cast<std::int32_t>(blockIdx.x)).run();
+  PullRole<kDirection>(params, state.block.plan, counters, memory, static_cast<std::int32_t>(blockIdx.x)).run();
   __syncwarp();
   leave_launch(params, state.block.is_last, false);
 }
@@ -71,6 +72,17 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 }
 
 template <typename Params>
+cudaError_t launch_dispatch_kernel(const Params& params, int blocks, cudaStream_t stream) {
+  constexpr int kBytes = static_cast<int>(sizeof(DispatchState));
+  static SharedMemoryPermission permission;
+  const auto kernel = dispatch_kernel<Params::kDirection>;
+  const cudaError_t error = permission.ask(kernel, kBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<blocks, 32 * kPullWarps, kBytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <typename Params>
 cudaError_t launch_combine_kernel(const Params& params, int blocks, cudaStream_t stream) {
   combine_kernel<<<blocks * kCombineBlocksPerSm, kCombineThreads, 0, stream>>>(params);
   return cudaGetLastError();
@@ -78,15 +90,12 @@ cudaError_t launch_combine_kernel(const Params& params, int blocks, cudaStream_t
 
 }  // namespace
 
-cudaError_t launch_dispatch(const LayerParams& params, int blocks, cudaStream_t stream) {
-  constexpr int kBytes = static_cast<int>(sizeof(DispatchState));
-  static SharedMemoryPermission permission;
-  const cudaError_t error = permission.ask(dispatch_kernel, kBytes);
-  if (error != cudaSuccess) return error;
-  dispatch_kernel<<<blocks, 32 * kPullWarps, kBytes, stream>>>(params);
-  return cudaGetLastError();
+cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_t stream) {
+  return launch_dispatch_kernel(params, blocks, stream);
 }
-
+cudaError_t launch_dispatch(const BackwardParams& params, int blocks, cudaStream_t stream) {
+  return launch_dispatch_kernel(params, blocks, stream);
+}
 cudaError_t launch_combine(const ForwardParams& params, int blocks, cudaStream_t stream) {
   return launch_combine_kernel(params, blocks, stream);
 }

@@ -9,7 +9,8 @@
 
 namespace moe::sm90 {
 
-cudaError_t launch_dispatch(const LayerParams& params, int blocks, cudaStream_t stream);
+cudaError_t launch_dispatch(const ForwardParams& params, int blocks, cudaStream_t stream);
+cudaError_t launch_dispatch(const BackwardParams& params, int blocks, cudaStream_t stream);
 // Ends the step: after an abort it poisons the outputs of its direction.
 cudaError_t launch_combine(const ForwardParams& params, int blocks, cudaStream_t stream);
 cudaError_t launch_combine(const BackwardParams& params, int blocks, cudaStream_t stream);

@@ -30,7 +30,7 @@ SCHEMAS = (
     "plan_tables(Tensor class_counts, Tensor tokens, Tensor config, int direction, int needs) "
     "-> (Tensor expert_offsets, Tensor tiles, Tensor segments, Tensor minibatch_ends, Tensor expert_tiles, "
     "Tensor expert_pieces, Tensor tasks, Tensor pulls, Tensor waits, Tensor raises, Tensor ring_minimum)",
-    "device_plan(Tensor class_counts, Tensor tokens, Tensor config) "
+    "device_plan(Tensor class_counts, Tensor tokens, Tensor config, int needs=-1) "
     "-> (Tensor expert_offsets, Tensor sources, Tensor tiles, Tensor segments, Tensor minibatch_ends, "
     "Tensor expert_tiles, Tensor expert_pieces, Tensor tasks)",
     "plan_layout(Tensor config, int element) -> Tensor",
@@ -73,7 +73,7 @@ def _plan_tables(
     )
 
 
-def _device_plan(class_counts: Tensor, tokens: Tensor, config: Tensor) -> tuple[Tensor, ...]:
+def _device_plan(class_counts: Tensor, tokens: Tensor, config: Tensor, needs: int = -1) -> tuple[Tensor, ...]:
     new = config.new_empty
     experts = _unknown()
     return (

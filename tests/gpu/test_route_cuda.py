@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.plan.cases import Case, count_classes, make_case
+from tests.plan.cases import ALL_NEEDS, Case, count_classes, make_case
 from tests.unit.test_route import KINDS, LAYOUTS, lay_out, make_ids, oracle
 
 from moe_megakernel import _native
-from moe_megakernel.plan import PlanConfig, Problem, Schedule, Tiling, make_plan
+from moe_megakernel.plan import GradNeeds, PlanConfig, Problem, Schedule, Tiling, make_plan
+from moe_megakernel.plan_names import Direction
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,19 +109,22 @@ def test_the_sort_is_captured_in_a_graph() -> None:
         assert first_bad.tolist() == [-1]
 
 
-def check_plan(case: Case) -> None:
+def check_plan(case: Case, needs: GradNeeds | None = None) -> None:
+    backward = needs is not None
     got = dict(
         zip(
             TABLES,
-            torch.ops.moe.device_plan(case.class_counts.cuda(), case.tokens, case.config.tensor()),
+            torch.ops.moe.device_plan(
+                case.class_counts.cuda(), case.tokens, case.config.tensor(), -1 if needs is None else needs.mask()
+            ),
             strict=True,
         )
     )
-    expected = case.plan()
+    expected = case.plan() if needs is None else case.plan(Direction.BACKWARD, needs)
     for name in TABLES:
         if name != "sources":
             assert torch.equal(got[name], getattr(expected, name)), name
-    if case.config.problem.num_ranks > 1:
+    if case.config.problem.num_ranks > 1 and not backward:
         starts = torch.cumsum(case.tokens, 0) - case.tokens
         sources = torch.ops.moe.merge_rows(case.class_counts, starts, case.config.problem.rank)[1]
         assert torch.equal(got["sources"], sources.long())
@@ -129,6 +133,11 @@ def check_plan(case: Case) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_any_plan_is_that_of_the_host(seed: int) -> None:
     check_plan(make_case(seed, max_tokens=3000, max_experts=200))
+
+
+@pytest.mark.parametrize("seed", range(128))
+def test_any_backward_plan_is_that_of_the_host(seed: int) -> None:
+    check_plan(make_case(seed, max_tokens=3000, max_experts=200), ALL_NEEDS[seed])
 
 
 def one_rank(tokens: int, num_experts: int, top_k: int, kind: str, schedule: Schedule, width: int = 768) -> Case:
@@ -141,9 +150,12 @@ def one_rank(tokens: int, num_experts: int, top_k: int, kind: str, schedule: Sch
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "one expert"])
 @pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(8192, 128, 8), (32768, 128, 8), (8192, 1024, 8)])
 @pytest.mark.parametrize("separate_stages", [False, True])
-def test_plans_of_real_layers(kind: str, tokens: int, num_experts: int, top_k: int, separate_stages: bool) -> None:
+@pytest.mark.parametrize("needs", [None, GradNeeds(), GradNeeds(recompute=True)], ids=["forward", "saved", "recompute"])
+def test_plans_of_real_layers(
+    kind: str, tokens: int, num_experts: int, top_k: int, separate_stages: bool, needs: GradNeeds | None
+) -> None:
     schedule = Schedule(separate_stages=separate_stages, segment_tiles=16)
-    check_plan(one_rank(tokens, num_experts, top_k, kind, schedule))
+    check_plan(one_rank(tokens, num_experts, top_k, kind, schedule), needs)
 
 
 @pytest.mark.parametrize("num_clusters", [1, 3, 66])
@@ -152,6 +164,7 @@ def test_more_segments_than_shared_memory_holds(num_clusters: int) -> None:
     case = one_rank(300_000, 8, 8, "uniform", schedule, width=128)
     assert len(make_plan(case.config, case.class_counts, case.tokens).segments) > 8000
     check_plan(case)
+    check_plan(case, GradNeeds(recompute=True))
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -164,3 +177,5 @@ def test_wrong_arguments_are_refused() -> None:
     many = one_rank(10, 1025, 1, "uniform", Schedule())
     with pytest.raises(RuntimeError, match=r"moe::device_plan: config: expected at most 1024 experts a rank, got 1025"):
         torch.ops.moe.device_plan(many.class_counts.cuda(), many.tokens, many.config.tensor())
+    with pytest.raises(RuntimeError, match=r"moe::device_plan: needs: expected -1 or a mask of 7 bits, got 128"):
+        torch.ops.moe.device_plan(case.class_counts.cuda(), case.tokens, case.config.tensor(), 128)

@@ -22,6 +22,8 @@ struct WeightGrad {
 };
 
 struct BackwardParams : LayerParams {
+  static constexpr Direction kDirection = Direction::kBackward;
+
   // TMA descriptors with boxes of 64 x 64, aligned by their type as the hardware asks. R' = 128 * row tiles.
   CUtensorMap dy_rows;           // [R', H]
   CUtensorMap x_rows;            // [R', H]

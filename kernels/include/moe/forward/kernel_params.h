@@ -11,6 +11,8 @@
 namespace moe {
 
 struct ForwardParams : LayerParams {
+  static constexpr Direction kDirection = Direction::kForward;
+
   // TMA descriptors, aligned by their type as the hardware asks.
   CUtensorMap x_ring;     // [x_slots * 128, H], boxes of 64 x 64
   CUtensorMap a_ring;     // [a_slots * 128, I]

@@ -87,32 +87,62 @@ MOE_HOST_DEVICE inline std::int64_t total_stored(const Plan& plan) {
 // -- compute stream ---------------------------------------------------------------------------------------------------
 
 // Waits of one role for one block's part of a task, to be made in this order. Every role waits for the plan first,
-// once: see start_wait.
-MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std::int64_t block, Role role) {
+// once: see start_wait. A kernel of one direction calls that direction's functions, so that it has no code of the
+// other.
+MOE_HOST_DEVICE inline Waits close_waits(const Plan& plan, const BlockWork& work, Role role) {
+  Waits waits;
+  if (role == Role::kCompute && work.valid) {
+    waits.add({Counter::kStored, 0, total_stored(plan)});
+    waits.add({Counter::kPulled, 0, total_pieces(plan)});
+  }
+  return waits;
+}
+
+MOE_HOST_DEVICE inline Waits forward_waits(const Plan& plan, const Task& task, std::int64_t block, Role role) {
   Waits waits;
   const BlockWork work = plan.work(task, block);
   const bool load = role == Role::kLoad;
-  const bool compute = role == Role::kCompute;
   switch (task.kind) {
     case TaskKind::kGateUp:
-      // Both blocks load parts of a shared row tile, so a block without a column of its own waits as well. In backward
-      // there are no rings: h has a buffer as large as all row tiles.
+      // Both blocks load parts of a shared row tile, so a block without a column of its own waits as well.
       if (load) waits.add({Counter::kXReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
-      if (compute && work.valid && plan.direction == Direction::kForward && work.tile >= plan.schedule.a_slots) {
+      if (role == Role::kCompute && work.valid && work.tile >= plan.schedule.a_slots) {
         waits.add({Counter::kARead, work.tile - plan.schedule.a_slots, plan.columns(TaskKind::kDown)});
       }
-      break;
+      return waits;
     case TaskKind::kDown:
       if (load) waits.add({Counter::kAReady, work.tile, plan.columns(TaskKind::kGateUp)});
+      return waits;
+    case TaskKind::kClose:
+      return close_waits(plan, work, role);
+    default:
+      return waits;
+  }
+}
+
+// Every dgrad tile of an expert's rows.
+MOE_HOST_DEVICE inline Wait expert_dh_wait(const Plan& plan, std::int64_t expert) {
+  return {Counter::kExpertDh, expert, expert_tiles(plan, expert) * plan.columns(TaskKind::kDownDgrad)};
+}
+
+MOE_HOST_DEVICE inline Waits backward_waits(const Plan& plan, const Task& task, std::int64_t block, Role role) {
+  Waits waits;
+  const BlockWork work = plan.work(task, block);
+  const bool load = role == Role::kLoad;
+  const bool compute = role == Role::kCompute && work.valid;
+  switch (task.kind) {
+    case TaskKind::kGateUp:
+      // No rings: x and h have buffers as large as all row tiles.
+      if (load) waits.add({Counter::kXReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
       break;
     case TaskKind::kDownDgrad:
       // Without da nothing is loaded. But the weights s of other ranks' rows arrive beside dy; this rank's own are in
       // the op's arguments.
-      if (plan.needs.da() ? load : compute && work.valid && plan.problem.num_ranks > 1) {
+      if (plan.needs.da() ? load : compute && plan.problem.num_ranks > 1) {
         waits.add({Counter::kDyReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
       }
       // Recomputed h lies where dh will: a tile of dh overwrites the columns of h that it has read, and no others.
-      if (compute && work.valid && plan.needs.recomputes()) {
+      if (compute && plan.needs.recomputes()) {
         waits.add({Counter::kAReady, work.tile, plan.columns(TaskKind::kGateUp)});
       }
       break;
@@ -120,7 +150,7 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
       // May also read dy, by the generic proxy and without a wait for kDyReady: dS is needed, so da is, so the down
       // dgrads have waited for dy before they loaded it, and raised kDhReady behind that. Release and acquire are
       // transitive, and the bulk copies that wrote dy were complete before the first release of the chain.
-      if (compute && work.valid) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
+      if (compute) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
       break;
     case TaskKind::kGateUpDgrad:
       if (load) waits.add({Counter::kDhReady, work.tile, plan.columns(TaskKind::kDownDgrad)});
@@ -128,47 +158,53 @@ MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std:
     case TaskKind::kWgradDown:
     case TaskKind::kWgradGateUp:
       if (load) {
-        const std::int64_t tiles = expert_tiles(plan, task.expert);
-        waits.add({Counter::kExpertDh, task.expert, tiles * plan.columns(TaskKind::kDownDgrad)});
+        waits.add(expert_dh_wait(plan, task.expert));
         const bool down = task.kind == TaskKind::kWgradDown;
         waits.add({down ? Counter::kExpertDy : Counter::kExpertX, task.expert, expert_pieces(plan, task.expert)});
       }
       break;
     case TaskKind::kBiasDown:
-      if (compute && work.valid) waits.add({Counter::kExpertDy, task.expert, expert_pieces(plan, task.expert)});
+      if (compute) waits.add({Counter::kExpertDy, task.expert, expert_pieces(plan, task.expert)});
       break;
     case TaskKind::kBiasGateUp:
-      if (compute && work.valid) {
-        const std::int64_t tiles = expert_tiles(plan, task.expert);
-        waits.add({Counter::kExpertDh, task.expert, tiles * plan.columns(TaskKind::kDownDgrad)});
-      }
+      if (compute) waits.add(expert_dh_wait(plan, task.expert));
       break;
     case TaskKind::kClose:
-      if (compute && work.valid) {
-        waits.add({Counter::kStored, 0, total_stored(plan)});
-        waits.add({Counter::kPulled, 0, total_pieces(plan)});
-      }
-      break;
+      return close_waits(plan, work, role);
     default:
       break;
   }
   return waits;
 }
 
+MOE_HOST_DEVICE inline Waits task_waits(const Plan& plan, const Task& task, std::int64_t block, Role role) {
+  return plan.direction == Direction::kForward ? forward_waits(plan, task, block, role)
+                                               : backward_waits(plan, task, block, role);
+}
+
 // Raises of one block's part of a task, by its compute role, after its loads and stores. kClose raises flags: see
 // flag_raises.
-MOE_HOST_DEVICE inline Raises task_raises(const Plan& plan, const Task& task, std::int64_t block) {
+MOE_HOST_DEVICE inline Raises forward_raises(const Plan& plan, const Task& task, std::int64_t block) {
+  Raises raises;
+  const BlockWork work = plan.work(task, block);
+  if (!work.valid) return raises;
+  if (task.kind == TaskKind::kGateUp) {
+    raises.add({Counter::kXRead, work.tile, 1});
+    raises.add({Counter::kAReady, work.tile, 1});
+  } else if (task.kind == TaskKind::kDown) {
+    raises.add({Counter::kARead, work.tile, 1});
+    raises.add({Counter::kStored, 0, 1});
+  }
+  return raises;
+}
+
+MOE_HOST_DEVICE inline Raises backward_raises(const Plan& plan, const Task& task, std::int64_t block) {
   Raises raises;
   const BlockWork work = plan.work(task, block);
   if (!work.valid) return raises;
   switch (task.kind) {
     case TaskKind::kGateUp:
-      if (plan.direction == Direction::kForward) raises.add({Counter::kXRead, work.tile, 1});
       raises.add({Counter::kAReady, work.tile, 1});
-      break;
-    case TaskKind::kDown:
-      raises.add({Counter::kARead, work.tile, 1});
-      raises.add({Counter::kStored, 0, 1});
       break;
     case TaskKind::kDownDgrad:
       raises.add({Counter::kDhReady, work.tile, 1});
@@ -184,28 +220,42 @@ MOE_HOST_DEVICE inline Raises task_raises(const Plan& plan, const Task& task, st
   return raises;
 }
 
+MOE_HOST_DEVICE inline Raises task_raises(const Plan& plan, const Task& task, std::int64_t block) {
+  return plan.direction == Direction::kForward ? forward_raises(plan, task, block) : backward_raises(plan, task, block);
+}
+
 // -- pull stream ------------------------------------------------------------------------------------------------------
 
 // Waits before one piece is written: its ring slot must have been read by every column tile (forward; backward fills
 // whole buffers). A pulling warp must complete and raise all it has in flight before it makes a wait that is not yet
 // met. An empty piece neither waits nor raises.
-MOE_HOST_DEVICE inline Waits piece_waits(const Plan& plan, const PullTicket& pull) {
+MOE_HOST_DEVICE inline Waits forward_piece_waits(const Plan& plan, const PullTicket& pull) {
   Waits waits;
   if (rows_of_piece(plan.tables.tiles[pull.tile], pull.piece, plan.tiling) == 0) return waits;
-  if (plan.direction == Direction::kForward && pull.tile >= plan.schedule.x_slots) {
+  if (pull.tile >= plan.schedule.x_slots) {
     waits.add({Counter::kXRead, pull.tile - plan.schedule.x_slots, plan.columns(TaskKind::kGateUp)});
   }
   return waits;
 }
 
+MOE_HOST_DEVICE inline Waits piece_waits(const Plan& plan, const PullTicket& pull) {
+  return plan.direction == Direction::kForward ? forward_piece_waits(plan, pull) : Waits{};
+}
+
 // Raises after one piece has landed, in backward with rows_to_clear behind it.
-MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& pull) {
+MOE_HOST_DEVICE inline Raises forward_piece_raises(const Plan& plan, const PullTicket& pull) {
+  Raises raises;
+  if (rows_of_piece(plan.tables.tiles[pull.tile], pull.piece, plan.tiling) == 0) return raises;
+  raises.add({Counter::kXReady, pull.tile, 1});
+  raises.add({Counter::kPulled, 0, 1});
+  return raises;
+}
+
+MOE_HOST_DEVICE inline Raises backward_piece_raises(const Plan& plan, const PullTicket& pull) {
   Raises raises;
   const RowTile& tile = plan.tables.tiles[pull.tile];
   if (rows_of_piece(tile, pull.piece, plan.tiling) == 0) return raises;
-  if (plan.direction == Direction::kForward) {
-    raises.add({Counter::kXReady, pull.tile, 1});
-  } else if (pull.source == 0) {
+  if (pull.source == 0) {
     raises.add({Counter::kDyReady, pull.tile, 1});
     if (plan.needs.w_down || plan.needs.bias_down) raises.add({Counter::kExpertDy, tile.expert, 1});
   } else {
@@ -214,6 +264,10 @@ MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& p
   }
   raises.add({Counter::kPulled, 0, 1});
   return raises;
+}
+
+MOE_HOST_DEVICE inline Raises piece_raises(const Plan& plan, const PullTicket& pull) {
+  return plan.direction == Direction::kForward ? forward_piece_raises(plan, pull) : backward_piece_raises(plan, pull);
 }
 
 // -- flags ------------------------------------------------------------------------------------------------------------

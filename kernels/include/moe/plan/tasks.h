@@ -284,12 +284,19 @@ MOE_HOST_DEVICE constexpr std::int64_t combine_tasks(Direction direction, const 
   return any ? ceil_div(tokens, t.combine_tokens) : 0;
 }
 
+MOE_HOST_DEVICE constexpr PullTicket forward_pull_ticket(std::int64_t ticket, std::int64_t tiles, const Tiling& t) {
+  const std::int64_t pieces = pieces_of_tile(t);
+  if (ticket >= tiles * pieces) return {TaskKind::kCombine, 0, ticket - tiles * pieces, 0};
+  return {TaskKind::kDispatch, 0, ticket / pieces, ticket % pieces};
+}
+
 MOE_HOST_DEVICE constexpr PullTicket pull_ticket(std::int64_t ticket, std::int64_t tiles, Direction direction,
                                                  const GradNeeds& needs, const Tiling& t) {
+  if (direction == Direction::kForward) return forward_pull_ticket(ticket, tiles, t);
   const std::int64_t pieces = pieces_of_tile(t);
   const std::int64_t dispatches = pull_sources(direction, needs) * tiles * pieces;
   if (ticket >= dispatches) return {TaskKind::kCombine, 0, ticket - dispatches, 0};
-  if (direction == Direction::kBackward && needs.recomputes()) {
+  if (needs.recomputes()) {
     const std::int64_t within = ticket % (2 * pieces);
     return {TaskKind::kDispatch, within < pieces ? 1 : 0, ticket / (2 * pieces), within % pieces};
   }

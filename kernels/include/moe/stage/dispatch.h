@@ -11,6 +11,7 @@
 #include "moe/arch/sm90/barrier.h"
 #include "moe/arch/sm90/bulk_copy.h"
 #include "moe/stage/layer_params.h"
+#include "moe/stage/protocol.h"
 
 namespace moe::sm90 {
 
@@ -20,6 +21,7 @@ struct PullMemory {
   std::int32_t half_bytes;
 };
 
+template <Direction kDirection>
 class PullRole {
  public:
   __device__ PullRole(const LayerParams& params, const Plan& plan, const Counters& counters, const PullMemory& memory,
@@ -57,7 +59,7 @@ class PullRole {
 
   // Rows of one piece: lane r knows the token of row r.
   __device__ void move(std::int32_t ticket) {
-    const PullTicket pull = plan_.pull_task(ticket);
+    const PullTicket pull = Protocol<kDirection>::pull_task(plan_, ticket);
     if (lane_ == 0) counters_.log_claim(site(ticket), Stream::kPull);
     const RowTile tile = plan_.tables.tiles[pull.tile];
     const auto rows = static_cast<std::int32_t>(rows_of_piece(tile, pull.piece, plan_.tiling));
@@ -72,7 +74,7 @@ class PullRole {
     const PullSource& source = params_.sources[pull.source];
     unsigned char* const tile_rows = source.tiles + pull.tile % source.slots * kRowTile * row_bytes_;
     unsigned char* const to = tile_rows + std::int64_t{first} * row_bytes_;
-    if (plan_.direction == Direction::kBackward) {
+    if constexpr (kDirection == Direction::kBackward) {
       const auto clear = static_cast<std::int32_t>(rows_to_clear(tile, pull.piece, plan_.tiling));
       clear_rows(tile_rows + std::int64_t{tile.rows} * row_bytes_, clear);
     }
@@ -101,7 +103,7 @@ class PullRole {
   }
 
   __device__ void wait_for_slot(const PullTicket& pull, std::int32_t ticket) {
-    const Waits waits = piece_waits(plan_, pull);
+    const Waits waits = Protocol<kDirection>::piece_waits(plan_, pull);
     if (waits.size == 0) return;
     bool met = true;
     if (lane_ == 0) met = counters_.is_met(waits.items[0]);
@@ -153,7 +155,8 @@ class PullRole {
   __device__ void raise(std::int32_t ticket) {
     __syncwarp();
     if (lane_ == 0) {
-      const Raises raises = piece_raises(plan_, plan_.pull_task(ticket));
+      const PullTicket pull = Protocol<kDirection>::pull_task(plan_, ticket);
+      const Raises raises = Protocol<kDirection>::piece_raises(plan_, pull);
       for (std::int64_t i = 0; i < raises.size; ++i) counters_.raise(site(ticket), raises.items[i]);
     }
   }

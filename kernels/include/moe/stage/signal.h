@@ -11,12 +11,13 @@
 
 #include "moe/arch/sm90/gemm_traits.h"
 #include "moe/stage/layer_params.h"
+#include "moe/stage/protocol.h"
 #include "moe/stage/task_queue.h"
 
 namespace moe::sm90 {
 
 // One thread of the signal warp.
-template <int kConfig>
+template <int kConfig, Direction kDirection>
 __device__ void signal_tasks(SharedStorage<kConfig>& storage, const Counters& counters, std::int32_t block) {
   const Plan& plan = storage.plan;
   const auto rank = block_in_cluster();
@@ -27,12 +28,12 @@ __device__ void signal_tasks(SharedStorage<kConfig>& storage, const Counters& co
     if (slot.kind < 0) return;
     const Task task = slot.task();
     const Site site{block, Role::kCompute, task.kind, slot.ticket};
-    const Waits waits = task_waits(plan, task, rank, Role::kCompute);
+    const Waits waits = Protocol<kDirection>::waits(plan, task, rank, Role::kCompute);
     for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kCompute>(site, waits.items[i]);
     if (task.kind == TaskKind::kDrain && rank == 0) counters.wait_done(site);
     storage.may_store[reader.slot()].arrive();
     storage.stored[reader.slot()].wait(reader.parity());
-    const Raises raises = task_raises(plan, task, rank);
+    const Raises raises = Protocol<kDirection>::raises(plan, task, rank);
     for (std::int64_t i = 0; i < raises.size; ++i) counters.raise(site, raises.items[i]);
     if (task.kind == TaskKind::kClose && rank == 0) counters.raise_done(site);
     reader.next();

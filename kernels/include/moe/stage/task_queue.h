@@ -9,6 +9,7 @@
 
 #include "moe/arch/sm90/gemm_traits.h"
 #include "moe/stage/layer_params.h"
+#include "moe/stage/protocol.h"
 
 namespace moe::sm90 {
 
@@ -121,7 +122,7 @@ __device__ void claim_task(const LayerParams& params, SharedStorage<kConfig>& st
 // The schedule warps of both blocks, by one thread each. Block 0 claims; both make the waits of their load role, a task
 // ahead of it, so that the loads of one task follow those of another without a pause: what the waits have acquired goes
 // to the load warp through `may_load`.
-template <int kConfig>
+template <int kConfig, Direction kDirection>
 __device__ void schedule_tasks(const LayerParams& params, SharedStorage<kConfig>& storage, const Counters& counters,
                                std::int32_t block) {
   const auto rank = block_in_cluster();
@@ -138,7 +139,7 @@ __device__ void schedule_tasks(const LayerParams& params, SharedStorage<kConfig>
     if (slot.kind < 0) return;
     const Task task = slot.task();
     const Site site{block, Role::kLoad, task.kind, slot.ticket};
-    const Waits waits = task_waits(storage.plan, task, rank, Role::kLoad);
+    const Waits waits = Protocol<kDirection>::waits(storage.plan, task, rank, Role::kLoad);
     for (std::int64_t i = 0; i < waits.size; ++i) counters.wait<Role::kLoad>(site, waits.items[i]);
     storage.may_load[index].arrive();
     reader.next();
