@@ -12,6 +12,7 @@
 #include "moe/plan/build.h"
 #include "moe/plan/config.h"
 #include "moe/plan/parallel.h"
+#include "moe/plan/parallel_backward.h"
 #include "moe/plan/rows.h"
 #include "moe/plan/serial_team.h"
 
@@ -135,6 +136,8 @@ struct PlanMemory {
   std::vector<std::int32_t> counters, tickets;
   moe::PlanSizes sizes{};
   moe::PlanJob job{};
+  moe::Direction direction = moe::Direction::kForward;
+  moe::GradNeeds needs{};
 
   PlanMemory(Case& c, bool in_shared, std::int64_t room = 0) {
     const moe::Problem& p = c.config.problem;
@@ -156,7 +159,7 @@ struct PlanMemory {
     minibatch_ends.assign(most, kUnwritten);
     expert_tiles.assign(size_of(experts), kUnwritten);
     expert_pieces.assign(size_of(experts), kUnwritten);
-    tasks.resize(size_of(moe::max_tasks(moe::Direction::kForward, p, c.config.tiling)));
+    set_tasks(c);
     sources.assign(size_of(p.row_capacity), {kUnwritten, kUnwritten});
     counters.assign(100, kUnwritten);
     tickets.assign(2, kUnwritten);
@@ -175,23 +178,41 @@ struct PlanMemory {
     job.num_tickets = static_cast<std::int64_t>(tickets.size());
   }
 
+  void set_tasks(const Case& c) {
+    tasks.assign(size_of(moe::max_tasks(direction, c.config.problem, c.config.tiling)), moe::Task{});
+    job.tasks = tasks.data();
+  }
+  void set_backward(const Case& c, const moe::GradNeeds& asked) {
+    direction = moe::Direction::kBackward;
+    needs = asked;
+    set_tasks(c);
+    job.saved_expert_offsets = nullptr;
+    job.sources = nullptr;
+  }
+
   static std::int64_t num_ranks(const Case& c) { return c.config.problem.num_ranks; }
 
   void check(const Case& c, const std::vector<std::int64_t>& offsets, bool refused) const {
-    const moe::OwnedPlan plan =
-        moe::build_plan(c.config, offsets.data(), 0, moe::Direction::kForward, moe::GradNeeds{}, 1);
+    const moe::OwnedPlan plan = moe::build_plan(c.config, offsets.data(), 0, direction, needs, 1);
     const moe::TileCounts& n = plan.plan.counts;
     MOE_CHECK_EQUAL(sizes.counts.tiles, n.tiles);
     MOE_CHECK_EQUAL(sizes.counts.segments, n.segments);
     MOE_CHECK_EQUAL(sizes.counts.minibatches, n.minibatches);
     MOE_CHECK_EQUAL(sizes.num_tasks, plan.plan.num_tasks);
-    std::int64_t num_gate_up = 0;
-    for (const moe::Task& task : plan.tasks) num_gate_up += task.kind == moe::TaskKind::kGateUp;
-    MOE_CHECK_EQUAL(sizes.num_gate_up, num_gate_up);
+    const auto num_of = [&](moe::TaskKind kind) {
+      std::int64_t tasks_of_kind = 0;
+      for (const moe::Task& task : plan.tasks) tasks_of_kind += task.kind == kind;
+      return tasks_of_kind;
+    };
+    MOE_CHECK_EQUAL(sizes.num_gate_up, num_of(moe::TaskKind::kGateUp));
+    MOE_CHECK_EQUAL(sizes.num_down_dgrad, num_of(moe::TaskKind::kDownDgrad));
+    MOE_CHECK_EQUAL(sizes.num_gate_up_dgrad, num_of(moe::TaskKind::kRouteGrad) + num_of(moe::TaskKind::kGateUpDgrad));
     MOE_CHECK_EQUAL(sizes.refused, refused ? 1 : 0);
     MOE_CHECK_EQUAL(text(expert_offsets), text(plan.expert_offsets));
     const std::vector<std::int64_t> none(offsets.size(), -1);
-    MOE_CHECK_EQUAL(text(saved_offsets), text(refused ? none : offsets));
+    const std::vector<std::int64_t> unwritten(offsets.size(), kUnwritten);
+    const bool forward = direction == moe::Direction::kForward;
+    MOE_CHECK_EQUAL(text(saved_offsets), text(!forward ? unwritten : refused ? none : offsets));
     MOE_CHECK_EQUAL(text(words(tiles, n.tiles)), text(words(plan.tiles, n.tiles)));
     MOE_CHECK_EQUAL(text(words(segments, n.segments)), text(words(plan.segments, n.segments)));
     MOE_CHECK_EQUAL(text(words(minibatch_ends, n.minibatches)), text(words(plan.minibatch_ends, n.minibatches)));
@@ -342,6 +363,56 @@ void test_few_segments_of_many_tasks() {
   }
 }
 
+// The tasks that a staged launch runs are ranges of tickets.
+void check_ranges(const PlanMemory& memory) {
+  std::int64_t end = 0;
+  const auto next = [&](std::int64_t tasks, moe::TaskKind first, moe::TaskKind second) {
+    for (const std::int64_t begin = end; end < begin + tasks; ++end) {
+      const moe::TaskKind kind = memory.tasks[size_of(end)].kind;
+      MOE_CHECK_EQUAL(kind == first || kind == second, true);
+    }
+  };
+  next(memory.sizes.num_gate_up, moe::TaskKind::kGateUp, moe::TaskKind::kGateUp);
+  next(memory.sizes.num_down_dgrad, moe::TaskKind::kDownDgrad, moe::TaskKind::kDownDgrad);
+  next(memory.sizes.num_gate_up_dgrad, moe::TaskKind::kRouteGrad, moe::TaskKind::kGateUpDgrad);
+  next(1, moe::TaskKind::kClose, moe::TaskKind::kClose);
+}
+
+void check_saved_offsets(Case& c, const std::vector<std::int64_t>& offsets, const moe::GradNeeds& needs,
+                         bool in_shared) {
+  PlanMemory memory(c, in_shared);
+  memory.set_backward(c, needs);
+  const moe::PlanConfig& config = c.config;
+  const bool refused = offsets[0] < 0;
+  const std::vector<std::int32_t> saved(offsets.begin(), offsets.end());
+  moe::SerialCluster cluster(c.team);
+  moe::plan_saved_offsets(
+      cluster, saved.data(),
+      moe::BackwardJob{memory.job, moe::backward_shape(config.problem, config.tiling, config.schedule, needs)});
+  memory.check(c, refused ? std::vector<std::int64_t>(offsets.size(), 0) : offsets, refused);
+  if (config.schedule.separate_stages != 0) check_ranges(memory);
+}
+
+// Every mask of gradients several times; experts without rows, with some and with many.
+void test_saved_offsets() {
+  for (std::uint64_t seed = 3000; seed < 3640; ++seed) {
+    Case c = draw_case(seed, 1 + static_cast<std::int64_t>(seed % 3));
+    Random random(seed);
+    moe::Problem& p = c.config.problem;
+    const std::int64_t most = draw(random, 1, seed % 5 == 0 ? 20000 : 1200);
+    std::vector<std::int64_t> offsets{0};
+    for (std::int64_t e = 0; e < p.local_experts(); ++e) {
+      const std::int64_t rows = draw(random, 0, 2) == 0 ? 0 : draw(random, 0, p.num_experts > 30 ? 300 : most);
+      offsets.push_back(offsets.back() + rows);
+    }
+    p.row_capacity = offsets.back() + draw(random, 0, 1) * draw(random, 0, 1000);
+    p.max_tokens = 1;
+    c.config.schedule.separate_stages = draw(random, 0, 3) == 0;
+    if (seed % 9 == 0) offsets.assign(offsets.size(), -1);
+    check_saved_offsets(c, offsets, moe::needs_of_mask(static_cast<std::int64_t>(seed % 128)), seed % 2 == 0);
+  }
+}
+
 void test_fill_parts() {
   for (const std::int32_t act : {1, 2, 3, 6, 7, 112, 8191}) {
     for (const std::int32_t hidden : {1, 2, 8, 16, 33, 4096}) {
@@ -428,5 +499,6 @@ int main() {
   test_long_chains_of_minibatches();
   test_few_segments_of_many_tasks();
   test_fill_parts();
+  test_saved_offsets();
   return moe_test::exit_status();
 }

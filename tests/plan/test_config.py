@@ -13,8 +13,9 @@ import torch
 from tests.plan.cases import Case, make_case
 
 from moe_megakernel import plan_names
-from moe_megakernel.plan import CONFIG_FIELDS, RECORD_COLUMNS, ROW_TILE, Edge, PlanConfig, Problem, make_plan
+from moe_megakernel.plan import CONFIG_FIELDS, RECORD_COLUMNS, ROW_TILE, Edge, GradNeeds, PlanConfig, Problem, make_plan
 from moe_megakernel.plan_names import Direction
+from moe_megakernel.simulate.costs import BIAS_COLUMNS
 
 HEADERS = Path(__file__).parents[2] / "kernels" / "include" / "moe" / "plan"
 BIG = 2**31 - 1
@@ -160,7 +161,10 @@ def test_fields_are_those_of_the_headers() -> None:
     expected = [name for struct in ("Problem", "Tiling", "Schedule") for name in struct_fields(struct)]
     assert list(CONFIG_FIELDS) == expected == re.findall(r'^    \{"(\w+)", ', ALL_TEXT, re.MULTILINE)
     assert list(Edge._fields) == struct_fields("Edge")
+    assert list(GradNeeds._fields) == struct_fields("GradNeeds")
     assert re.findall(r"kRowTile = (\d+);", ALL_TEXT) == [str(ROW_TILE)]
+    assert re.findall(r"kBiasColumns = (\d+);", ALL_TEXT) == [str(BIAS_COLUMNS)]
+    assert re.findall(r"kNumGradNeeds = (\d+);", ALL_TEXT) == [str(len(GradNeeds._fields))]
     assert re.findall(r"kRecordColumns = (\d+);", ALL_TEXT) == [str(len(RECORD_COLUMNS))]
 
 

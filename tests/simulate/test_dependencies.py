@@ -7,10 +7,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from moe_megakernel.plan import GradNeeds
 from moe_megakernel.plan_names import TaskKind
 from moe_megakernel.simulate import ORDERS, simulate
 from moe_megakernel.simulate.layer import make_plans
 from moe_megakernel.simulate.routing import draw_counts
+from moe_megakernel.simulate.stream import GRADIENTS
 
 from .small import small_options
 
@@ -19,9 +21,16 @@ READS = {TaskKind.DOWN: TaskKind.GATE_UP, TaskKind.ROUTE_GRAD: TaskKind.DOWN_DGR
 READS[TaskKind.GATE_UP_DGRAD] = TaskKind.DOWN_DGRAD
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward", "recompute"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_tasks_start_after_the_tasks_whose_rows_they_read(order: str, direction: str) -> None:
+def test_tasks_start_after_the_tasks_whose_rows_they_read(
+    order: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = dict(READS)
+    if direction == "recompute":
+        monkeypatch.setattr("moe_megakernel.simulate.layer.NEEDS", GradNeeds(recompute=True))
+        reads[TaskKind.DOWN_DGRAD] = TaskKind.GATE_UP
+        direction = "backward"
     options = small_options(
         order=order,
         direction=direction,
@@ -46,11 +55,11 @@ def test_tasks_start_after_the_tasks_whose_rows_they_read(order: str, direction:
                 experts[expert] = max(experts[expert], spans[index][1])
         for index, (kind, expert, tile, _, paired) in enumerate(tasks):
             start = spans[index][0]
-            if kind in READS:
+            if kind in reads:
                 tiles = {tile} if paired or kind == TaskKind.ROUTE_GRAD else {tile, tile + 1}
-                assert start > max(written[READS[TaskKind(kind)], row_tile] for row_tile in tiles)
+                assert start > max(written[reads[TaskKind(kind)], row_tile] for row_tile in tiles)
                 checked += 1
-            elif kind in (TaskKind.WGRAD_DOWN, TaskKind.WGRAD_GATE_UP):
+            elif kind in GRADIENTS and kind != TaskKind.BIAS_DOWN:  # that one reads dy alone
                 assert start > experts[expert]
                 checked += 1
     assert checked > 100

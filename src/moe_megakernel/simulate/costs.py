@@ -25,6 +25,10 @@ PULL_SLOWDOWN = 0.045
 # (2026-12-01): 1.7 times at 25 MB an expert, 5 to 7.6 times at 88 MB.
 WEIGHT_REREADS = 2.0
 
+WEIGHT_GRADIENTS = (TaskKind.WGRAD_DOWN, TaskKind.WGRAD_GATE_UP)
+BIAS_GRADIENTS = (TaskKind.BIAS_DOWN, TaskKind.BIAS_GATE_UP)
+BIAS_COLUMNS = 256  # of one block's part of a bias gradient, `kBiasColumns` in `plan/tasks.h`
+
 LAUNCH_GAP = 4e-6  # between two kernels of a stream, seconds; usual on H200 and on Grace hosts alike
 ROUTE_TIME = 10e-6  # publish routes, wait for the peers', build the tables; target: 1.5 % of a layer
 PUSH_SIGNAL = 1.43e-6  # a pushing rank tells one peer; published: 103 us for 71 peers on GB300 (18 us when pulling)
@@ -113,7 +117,7 @@ class Costs:
         of_kind[TaskKind.DOWN] = ROW_TILE * t.hidden_columns * s.width
         of_kind[TaskKind.DOWN_DGRAD] = ROW_TILE * t.dgrad_columns * s.hidden
         of_kind[TaskKind.GATE_UP_DGRAD] = ROW_TILE * t.hidden_columns * self._h_columns
-        wgrad = (kind == TaskKind.WGRAD_DOWN) | (kind == TaskKind.WGRAD_GATE_UP)
+        wgrad = np.isin(kind, WEIGHT_GRADIENTS)
         return 2.0 * np.where(wgrad, t.wgrad_rows * t.wgrad_columns * expert_rows, of_kind[kind])
 
     def _dram_bytes(
@@ -142,9 +146,11 @@ class Costs:
         readers = np.maximum(1.0, np.ceil(sharing / 2.0))  # clusters that use one weight tile
         reads = np.minimum(rereads, readers) / readers * np.where(paired == 1, 2.0, 1.0)
         bytes_ = weights[kind] * self.element * reads + 2.0 * rows[kind] * 2.0
-        wgrad = (kind == TaskKind.WGRAD_DOWN) | (kind == TaskKind.WGRAD_GATE_UP)
+        wgrad = np.isin(kind, WEIGHT_GRADIENTS)
         if wgrad.any():
             bytes_ = np.where(wgrad, self._wgrad_bytes(kind, expert_rows), bytes_)
+        bias_bytes = 2.0 * BIAS_COLUMNS * expert_rows * 2.0  # of dy or dh, by both blocks
+        bytes_ = np.where(np.isin(kind, BIAS_GRADIENTS), bias_bytes, bytes_)
         return bytes_
 
     def _wgrad_bytes(self, kind: np.ndarray, expert_rows: np.ndarray) -> np.ndarray:

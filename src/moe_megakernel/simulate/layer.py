@@ -20,6 +20,9 @@ from .options import Options
 from .routing import draw_counts
 from .stream import Stream, make_stream
 
+#: What a backward computes: all but gradients of biases, which named shapes do not have.
+NEEDS = GradNeeds(bias_gate_up=False, bias_down=False)
+
 _STEPS = 1000  # of a layer at full compute rate
 _LONGEST_STEP = 4e-6  # seconds, and the shortest an eighth of it
 _RESIDUES = 64  # classes of tokens in the plan's counts
@@ -111,8 +114,7 @@ def make_plans(options: Options, direction: str, counts: np.ndarray, costs: Cost
     )
     config = PlanConfig(problem, costs.tiles, make_schedule(options, direction, costs))
     way = Direction.FORWARD if direction == "forward" else Direction.BACKWARD
-    needs = GradNeeds(bias_gate_up=False, bias_down=False)  # named shapes have none
-    return [make_plan(config.for_rank(rank), class_counts, tokens, way, needs) for rank in range(options.ranks)]
+    return [make_plan(config.for_rank(rank), class_counts, tokens, way, NEEDS) for rank in range(options.ranks)]
 
 
 def make_schedule(options: Options, direction: str, costs: Costs) -> Schedule:

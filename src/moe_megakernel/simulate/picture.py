@@ -23,6 +23,8 @@ _COLOURS = {
     TaskKind.GATE_UP_DGRAD: "#e07a2f",
     TaskKind.WGRAD_DOWN: "#8fb339",
     TaskKind.WGRAD_GATE_UP: "#4f772d",
+    TaskKind.BIAS_DOWN: "#c9b458",
+    TaskKind.BIAS_GATE_UP: "#a68a2c",
 }
 _COMBINE = "#b23a48"
 

@@ -15,7 +15,9 @@ from moe_megakernel.plan import PlanTables
 from moe_megakernel.plan_names import Counter, TaskKind
 from moe_megakernel.plan_names import Stream as Tickets
 
-from .costs import Costs
+from .costs import BIAS_GRADIENTS, WEIGHT_GRADIENTS, Costs
+
+GRADIENTS = (*WEIGHT_GRADIENTS, *BIAS_GRADIENTS)
 
 # Counters that tasks of this rank wait for and raise. The others are flags and totals, which the engine keeps.
 _EVENTS = (
@@ -39,7 +41,7 @@ class Stream:
     """One rank's work in one direction. Events are numbered; lists are by task or by pull."""
 
     kind: np.ndarray  # [tasks] TaskKind
-    minibatch: np.ndarray  # [tasks], -1 for weight gradients
+    minibatch: np.ndarray  # [tasks], -1 for gradients of weights and biases
     main: np.ndarray  # [tasks] seconds of the main loop
     waits: list[tuple[int, ...]]
     raises: list[list[tuple[int, int]]]
@@ -167,9 +169,9 @@ class _TaskNumbers:
     def __init__(self, plan: PlanTables, tasks: np.ndarray, minibatch_of_tile: np.ndarray):
         rows_of_tile = np.append(plan.tiles[:, 2].numpy(), 0)  # one more, for the second block of no tile
         kind, expert, tile, paired = tasks[:, 0], tasks[:, 1], tasks[:, 2], tasks[:, 4]
-        wgrad = (kind == TaskKind.WGRAD_DOWN) | (kind == TaskKind.WGRAD_GATE_UP)
-        own = np.where(wgrad, len(rows_of_tile) - 1, tile)
-        alone = wgrad | (kind == TaskKind.ROUTE_GRAD)
+        of_expert = np.isin(kind, GRADIENTS)  # of weights and biases: no row tile of their own
+        own = np.where(of_expert, len(rows_of_tile) - 1, tile)
+        alone = of_expert | (kind == TaskKind.ROUTE_GRAD)
         second = np.where(alone, len(rows_of_tile) - 1, np.where(paired == 1, tile, tile + 1))
         second = np.minimum(second, len(rows_of_tile) - 1)
         self.rows = rows_of_tile[own] + rows_of_tile[second]
@@ -183,8 +185,8 @@ class _TaskNumbers:
         width = len(per_expert) + 1
         key_of_tile = minibatch_of_tile * width + plan.tiles[:, 0].numpy()
         count = np.bincount(key_of_tile, minlength=int(key_of_tile.max(initial=0)) + 1) if len(key_of_tile) else [0]
-        key = np.where(wgrad, 0, self.minibatch * width + expert)
-        self.sharing = np.where(wgrad, 1, np.asarray(count)[np.minimum(key, len(count) - 1)])
+        key = np.where(of_expert, 0, self.minibatch * width + expert)
+        self.sharing = np.where(of_expert, 1, np.asarray(count)[np.minimum(key, len(count) - 1)])
 
 
 def _pulls(

@@ -1,6 +1,7 @@
 // The plan of rows.h, tiles.h and tasks.h by the blocks of a cluster, from how many routes go to each expert: same
 // tables, bit for bit. Every place in a table follows from prefix sums over experts, segments or minibatches, so all
-// threads of all blocks fill them in at once. Forward only. Run by forward/route.cu; see team.h.
+// threads of all blocks fill them in at once. The forward's tasks; parallel_backward.h has the backward's. Run by
+// forward/route.cu; see team.h.
 #pragma once
 
 #include <cstdint>

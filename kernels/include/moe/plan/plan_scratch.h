@@ -24,7 +24,7 @@ inline constexpr std::int64_t kMaxRouteExperts = 1024;
 inline constexpr std::int64_t kExpertColumns = 6;
 inline constexpr std::int64_t kSegmentArrays = 8;
 // At the begin of shared memory, what lasts as long as the kernel: those columns, and behind them what blocks read from
-// each other, see SharedParts.
+// each other, see SharedParts; in the backward one more column.
 MOE_HOST_DEVICE constexpr std::int64_t plan_lasting_words(std::int64_t local_experts) {
   return (kExpertColumns + 1) * (local_experts + 1) + 3;
 }

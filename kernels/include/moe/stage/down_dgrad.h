@@ -64,97 +64,131 @@ __device__ inline uint4 load_h(const std::uint16_t* address, bool exists) {
   return value;
 }
 
-// One row of a thread.
-template <ActivationForm kForm, int kHalf>
-class DgradRow {
+// A thread's two rows of a tile, 32 columns of both after each other in a loop that stays rolled: unrolled it is 128 KB of
+// instructions that every tile fetches anew. Accumulators move down as they are used up, because registers have no index.
+template <ActivationForm kForm>
+class DgradEpilogue {
   static constexpr bool kGated = kForm != ActivationForm::kRelu2;
-  static constexpr int kChunks = 8;  // of 32 columns
+  static constexpr int kChunk = 32;          // columns
+  static constexpr int kChunkElements = 16;  // accumulators of both rows
+  static constexpr int kGroup = static_cast<int>(kPartialColumns) / kChunk;
 
  public:
-  __device__ DgradRow(const BackwardParams& params, const DgradTile& tile, const TilePlace& place)
-      : p_(params.activation), quad_(place.quad), s_(tile.weights[kHalf]) {
-    const std::int32_t row = place.row + 8 * kHalf;
-    const auto width = static_cast<std::int32_t>(params.problem.width);
+  __device__ DgradEpilogue(const BackwardParams& params, const DgradTile& tile)
+      : p_(params.activation), quad_(TilePlace::of_thread().quad) {
+    width_ = static_cast<std::int32_t>(params.problem.width);
+    left_ = width_ - tile.column - 8 * quad_;
+    chunks_ = width_ - tile.column < 256 ? (width_ - tile.column + kChunk - 1) / kChunk : 256 / kChunk;
+    groups_ = (width_ + static_cast<std::int32_t>(kPartialColumns) - 1) / static_cast<std::int32_t>(kPartialColumns);
+    stores_dh_ = params.needs.dh();
+    stores_scaled_ = params.needs.w_down;
+    stores_partials_ = params.needs.topk_weights && quad_ == 0;
     const std::int32_t column = tile.column + 8 * quad_;
-    exists_ = row < tile.rows;
-    width_ = width;
-    left_ = width - column;
-    h_ = params.h + (tile.h_row + row) * params.h_columns + column;
-    std::uint16_t* dh = params.dh + (tile.tile_row + row) * params.h_columns + column;
-    const std::int32_t dh_columns = params.needs.dh() ? left_ : 0;
-    dgate_ = {dh, dh_columns};
-    dup_ = {dh + width, dh_columns};
-    const std::int32_t scaled_columns = params.needs.w_down ? left_ : 0;
-    scaled_ = {params.scaled + (tile.tile_row + row) * width + column, scaled_columns};
-    const std::int32_t groups = (width + kPartialColumns - 1) / kPartialColumns;
-    group_ = tile.column / kPartialColumns;
-    groups_left_ = exists_ && params.needs.topk_weights ? groups - group_ : 0;
-    partials_ = params.partials + (tile.tile_row + row) * groups + group_;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int32_t row = TilePlace::of_thread().row + 8 * half;
+      Row& r = rows_[half];
+      r.exists = row < tile.rows;
+      r.s = tile.weights[half];
+      r.h = params.h + (tile.h_row + row) * params.h_columns + column;
+      r.dh = params.dh + (tile.tile_row + row) * params.h_columns + column;
+      r.scaled = params.scaled + (tile.tile_row + row) * width_ + column;
+      r.partials = params.partials + (tile.tile_row + row) * groups_ + tile.column / kPartialColumns;
+    }
   }
 
+  // Uses the accumulators up.
   template <typename Accumulators>
-  __device__ __forceinline__ void store(const Accumulators& acc) {
-    load<0>();
-    store_group<0>(acc);
-    store_group<1>(acc);
+  __device__ __forceinline__ void store(Accumulators& acc) {
+    load(0);
+#pragma unroll 1
+    for (std::int32_t chunk = 0; chunk < chunks_; ++chunk) {
+      const uint4 gate[2] = {rows_[0].gate, rows_[1].gate};
+      const uint4 up[2] = {rows_[0].up, rows_[1].up};
+      if (chunk + 1 < chunks_) load(kChunk * (chunk + 1));
+      store_row<0>(acc, kChunk * chunk, gate[0], up[0]);
+      store_row<1>(acc, kChunk * chunk, gate[1], up[1]);
+      if (chunk % kGroup == kGroup - 1 || chunk + 1 == chunks_) store_partials(chunk / kGroup);
+#pragma unroll
+      for (int i = 0; i < 128 - kChunkElements; ++i) acc(i) = acc(i + kChunkElements);
+    }
   }
 
  private:
-  static constexpr std::int32_t kPartialColumns = 128;
-
-  template <int kChunk>
-  __device__ __forceinline__ void load() {
-    const bool exists = exists_ && 32 * kChunk < left_;
-    next_gate_ = load_h(h_ + 32 * kChunk, exists);
-    if constexpr (kGated) next_up_ = load_h(h_ + width_ + 32 * kChunk, exists);
-  }
-
-  template <int kGroup, typename Accumulators>
-  __device__ __forceinline__ void store_group(const Accumulators& acc) {
+  struct Row {
+    bool exists;
+    float s;
+    const std::uint16_t* h;
+    std::uint16_t* dh;
+    std::uint16_t* scaled;
+    float* partials;
+    uint4 gate;  // of the next chunk
+    uint4 up;
     float sum = 0.0f;
-    store_chunk<4 * kGroup>(acc, sum);
-    store_chunk<4 * kGroup + 1>(acc, sum);
-    store_chunk<4 * kGroup + 2>(acc, sum);
-    store_chunk<4 * kGroup + 3>(acc, sum);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (quad_ == 0 && kGroup < groups_left_) partials_[kGroup] = sum;
+  };
+
+  __device__ __forceinline__ void load(std::int32_t offset) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Row& r = rows_[half];
+      const bool exists = r.exists && offset < left_;
+      r.gate = load_h(r.h + offset, exists);
+      if constexpr (kGated) r.up = load_h(r.h + width_ + offset, exists);
+    }
   }
 
-  template <int kChunk, typename Accumulators>
-  __device__ __forceinline__ void store_chunk(const Accumulators& acc, float& sum) {
+  template <int kHalf, typename Accumulators>
+  __device__ __forceinline__ void store_row(const Accumulators& acc, std::int32_t offset, const uint4& gate_block,
+                                            const uint4& up_block) {
+    Row& r = rows_[kHalf];
     std::uint32_t gate[4];
     std::uint32_t up[4] = {};
-    spread(next_gate_, gate);
-    if constexpr (kGated) spread(next_up_, up);
-    if constexpr (kChunk + 1 < kChunks) load<kChunk + 1>();
+    spread(gate_block, gate);
+    if constexpr (kGated) spread(up_block, up);
     std::uint32_t dgate[4];
     std::uint32_t dup[4];
     std::uint32_t scaled[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = 4 * (4 * kChunk + i) + 2 * kHalf;
-      const float da0 = acc(at), da1 = acc(at + 1);
+      const float da0 = acc(4 * i + 2 * kHalf), da1 = acc(4 * i + 2 * kHalf + 1);
       const ActivationSlopes first = activation_slopes<kForm>(p_, first_of(gate[i]), first_of(up[i]));
       const ActivationSlopes second = activation_slopes<kForm>(p_, second_of(gate[i]), second_of(up[i]));
       const std::uint32_t a = pack_bf16(first.value, second.value);
-      sum = fmaf(da0, first_of(a), sum);
-      sum = fmaf(da1, second_of(a), sum);
-      const float d0 = s_ * da0, d1 = s_ * da1;
-      scaled[i] = keep(pack_bf16(s_ * first_of(a), s_ * second_of(a)));
-      dgate[i] = keep(pack_bf16(d0 * first.gate, d1 * second.gate));
-      if constexpr (kGated) dup[i] = keep(pack_bf16(d0 * first.up, d1 * second.up));
+      r.sum = fmaf(da0, first_of(a), r.sum);
+      r.sum = fmaf(da1, second_of(a), r.sum);
+      const float d0 = r.s * da0, d1 = r.s * da1;
+      scaled[i] = pack_bf16(r.s * first_of(a), r.s * second_of(a));
+      dgate[i] = pack_bf16(d0 * first.gate, d1 * second.gate);
+      if constexpr (kGated) dup[i] = pack_bf16(d0 * first.up, d1 * second.up);
     }
-    scaled_.template store<true>(32 * kChunk, gather_block(scaled, quad_));
-    dgate_.template store<true>(32 * kChunk, gather_block(dgate, quad_));
-    if constexpr (kGated) dup_.template store<true>(32 * kChunk, gather_block(dup, quad_));
+    // A row that does not exist is zero, whatever stands in its accumulators.
+    const std::uint32_t kept = r.exists ? ~0u : 0u;
+    const bool inside = offset < left_;
+    store_block(r.scaled + offset, stores_scaled_ && inside, scaled, kept);
+    store_block(r.dh + offset, stores_dh_ && inside, dgate, kept);
+    if constexpr (kGated) store_block(r.dh + width_ + offset, stores_dh_ && inside, dup, kept);
   }
 
-  // A row that does not exist is zero, whatever stands in its accumulators.
-  __device__ std::uint32_t keep(std::uint32_t pair) const { return exists_ ? pair : 0u; }
+  __device__ __forceinline__ void store_block(std::uint16_t* to, bool wanted, const std::uint32_t (&pairs)[4],
+                                              std::uint32_t kept) const {
+    uint4 block = gather_block(pairs, quad_);
+    block = make_uint4(block.x & kept, block.y & kept, block.z & kept, block.w & kept);
+    RowWriter{to, wanted ? 1 : 0}.store<true>(0, block);
+  }
+
+  __device__ __forceinline__ void store_partials(std::int32_t group) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Row& r = rows_[half];
+      r.sum += __shfl_xor_sync(0xffffffffu, r.sum, 1);
+      r.sum += __shfl_xor_sync(0xffffffffu, r.sum, 2);
+      if (stores_partials_ && r.exists) r.partials[group] = r.sum;
+      r.sum = 0.0f;
+    }
+  }
 
   // From the 8 columns of block q in lane q to the pairs of all four blocks: gather_block is its own inverse.
-  __device__ void spread(const uint4& block, std::uint32_t (&pairs)[4]) const {
+  __device__ __forceinline__ void spread(const uint4& block, std::uint32_t (&pairs)[4]) const {
     const std::uint32_t words[4] = {block.x, block.y, block.z, block.w};
     const uint4 spread = gather_block(words, quad_);
     pairs[0] = spread.x;
@@ -165,41 +199,28 @@ class DgradRow {
 
   const ActivationParams& p_;
   int quad_;
-  float s_;
-  bool exists_;
   std::int32_t width_;
-  std::int32_t left_;  // columns from this thread's first on
-  const std::uint16_t* h_;
-  RowWriter dgate_;
-  RowWriter dup_;
-  RowWriter scaled_;
-  std::int32_t group_;
-  std::int32_t groups_left_;
-  float* partials_;
-  uint4 next_gate_;
-  uint4 next_up_;
+  std::int32_t left_;    // columns from this thread's first on
+  std::int32_t chunks_;  // of the tile
+  std::int32_t groups_;  // of a row's partial sums
+  bool stores_dh_;
+  bool stores_scaled_;
+  bool stores_partials_;
+  Row rows_[2];
 };
 
-template <ActivationForm kForm, typename Accumulators>
-__device__ __forceinline__ void store_dgrad_tile(const Accumulators& acc, const BackwardParams& params,
-                                                 const DgradTile& tile, const TilePlace& place) {
-  DgradRow<kForm, 0>(params, tile, place).store(acc);
-  DgradRow<kForm, 1>(params, tile, place).store(acc);
-}
-
 template <typename Accumulators>
-__device__ __forceinline__ void down_dgrad_epilogue(const Accumulators& acc, const BackwardParams& params,
+__device__ __forceinline__ void down_dgrad_epilogue(Accumulators& acc, const BackwardParams& params,
                                                     const DgradTile& tile) {
-  const TilePlace place = TilePlace::of_thread();
   switch (params.activation.form) {
     case ActivationForm::kSilu:
-      return store_dgrad_tile<ActivationForm::kSilu>(acc, params, tile, place);
+      return DgradEpilogue<ActivationForm::kSilu>(params, tile).store(acc);
     case ActivationForm::kSigmoid:
-      return store_dgrad_tile<ActivationForm::kSigmoid>(acc, params, tile, place);
+      return DgradEpilogue<ActivationForm::kSigmoid>(params, tile).store(acc);
     case ActivationForm::kErf:
-      return store_dgrad_tile<ActivationForm::kErf>(acc, params, tile, place);
+      return DgradEpilogue<ActivationForm::kErf>(params, tile).store(acc);
     case ActivationForm::kRelu2:
-      return store_dgrad_tile<ActivationForm::kRelu2>(acc, params, tile, place);
+      return DgradEpilogue<ActivationForm::kRelu2>(params, tile).store(acc);
   }
 }
 
