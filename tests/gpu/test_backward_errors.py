@@ -68,8 +68,11 @@ def waiting_layer() -> LayerInputs:
     return on_device(make_inputs(random_routing(2560, 4, 8), 256, 1024))
 
 
-#: A counter without its raises -> the counters whose wait may be the first to run out of time.
+#: A counter without its raises -> the counters whose wait may be the first to run out of time. The first two are waited
+#: for where h is recomputed.
 FAULTS: dict[Counter, set[Counter]] = {
+    Counter.X_READY: {Counter.X_READY, Counter.A_READY, Counter.DH_READY, Counter.EXPERT_DH, Counter.PEER_DONE},
+    Counter.A_READY: {Counter.A_READY, Counter.DH_READY, Counter.EXPERT_DH, Counter.STORED, Counter.PEER_DONE},
     Counter.DY_READY: {Counter.DY_READY, Counter.DH_READY, Counter.EXPERT_DH, Counter.STORED, Counter.PEER_DONE},
     Counter.DH_READY: {Counter.DH_READY, Counter.STORED, Counter.PEER_DONE},
     Counter.EXPERT_DH: {Counter.EXPERT_DH},
@@ -80,13 +83,16 @@ FAULTS: dict[Counter, set[Counter]] = {
     Counter.PEER_DONE: {Counter.PEER_DONE},
 }
 ROLES = "role (pull|load|compute)"
-TASKS = "task (gate_up|down_dgrad|route_grad|gate_up_dgrad|wgrad_down|wgrad_gate_up|dispatch|combine|close|drain)"
+TASKS = (
+    "task (gate_up|down_dgrad|route_grad|gate_up_dgrad|wgrad_down|wgrad_gate_up|bias_down|bias_gate_up|dispatch|"
+    "combine|close|drain)"
+)
 
 
-def lost_signal(inputs: LayerInputs, backend: str, counter: Counter, main: dict[str, Tensor]) -> Results:
-    """A step whose backward misses a signal."""
+def lost_signal(inputs: LayerInputs, backend: str, counter: Counter, **options: object) -> Results:
+    """A step whose backward misses a signal; it recomputes h where the signal is one of that."""
     leaves = inputs.leaves()
-    y = leaves.call(backend=backend, **main)
+    y = leaves.call(backend=backend, recompute=counter in (Counter.X_READY, Counter.A_READY), **options)
     with fault(counter, 0, Direction.BACKWARD):
         y.backward(make_dy(y))
     return leaves.grads()
@@ -96,7 +102,7 @@ def check_fault(backend: str, counter: Counter) -> None:
     inputs = waiting_layer()
     expected = run_step(inputs, backend=backend)
     moe_megakernel.check_errors()
-    results = lost_signal(inputs, backend, counter, {})
+    results = lost_signal(inputs, backend, counter)
     names = "|".join(sorted(c.name.lower() for c in FAULTS[counter]))
     with pytest.raises(MoEError, match=rf"(?is)({names})\[\d+\].*{ROLES}.*{TASKS}") as caught:
         moe_megakernel.check_errors()
@@ -125,7 +131,7 @@ def test_a_lost_signal_reaches_main_gradients_and_the_next_forward() -> None:
     inputs = on_device(make_inputs(random_routing(300, 4, 2), 64, 64, bias=True))
     main = buffers(inputs)
     expected = inputs.call(backend="mega")
-    results = lost_signal(inputs, "mega", Counter.DH_READY, main)
+    results = lost_signal(inputs, "mega", Counter.DH_READY, **main)
     torch.cuda.synchronize()
     with pytest.raises(MoEError, match="timeout: expected"):
         inputs.call(backend="mega")

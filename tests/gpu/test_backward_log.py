@@ -35,20 +35,16 @@ def _checker() -> None:
         pytest.skip(str(error))
 
 
-def run_logged(
-    inputs: LayerInputs,
-    launches: int = 3,
-    recompute: bool = False,
-    needs: GradNeeds = GradNeeds(),  # noqa: B008  (immutable)
-) -> list[Tensor]:
-    """Records of several launches, which must give the bits of one without a log."""
-    needs = needs._replace(
-        bias_gate_up=needs.bias_gate_up and inputs.bias_gate_up is not None,
-        bias_down=needs.bias_down and inputs.bias_down is not None,
-        recompute=recompute,
+def all_needs(inputs: LayerInputs, recompute: bool = False) -> GradNeeds:
+    """Every gradient that there is."""
+    return GradNeeds(
+        bias_gate_up=inputs.bias_gate_up is not None, bias_down=inputs.bias_down is not None, recompute=recompute
     )
-    asked = {name: need for name, need in needs._asdict().items() if name != "recompute"}
-    y = inputs.leaves(**asked).call(backend="mega", recompute=recompute)
+
+
+def run_logged(inputs: LayerInputs, needs: GradNeeds, launches: int = 3) -> list[Tensor]:
+    """Records of several launches, which must give the bits of one without a log."""
+    y = inputs.leaves(**needs._asdict()).call(backend="mega", recompute=needs.recompute)
     arguments = backward_arguments(y, make_dy(inputs.x))
     plain = gradients(arguments)
     with logged(Direction.BACKWARD) as logs:
@@ -66,32 +62,36 @@ def run_logged(
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_launches_follow_the_plan(name: str, recompute: bool) -> None:
-    run_logged(on_device(LAYERS[name]()), recompute=recompute)
+    inputs = on_device(LAYERS[name]())
+    run_logged(inputs, all_needs(inputs, recompute))
 
 
-@pytest.mark.parametrize("mask", range(1, 16))
-def test_frozen_tensors_leave_their_tasks_out(mask: int) -> None:
-    """Without biases, so that the plan's four needs say all."""
-    needs = GradNeeds(*(bool(mask >> i & 1) for i in range(4)))
-    run_logged(on_device(LAYERS["short"]()), launches=1, needs=needs)
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_frozen_tensors_leave_their_tasks_out(recompute: bool) -> None:
+    inputs = on_device(LAYERS["biases"]())
+    for mask in range(1, 64):
+        run_logged(inputs, GradNeeds(*(bool(mask >> i & 1) for i in range(6)), recompute), launches=1)
 
 
 @pytest.mark.usefixtures("few_sms")
 def test_every_counter_of_the_backward_is_waited_for() -> None:
-    inputs = on_device(make_inputs(random_routing(1500, 4, 8), 256, 256))
-    for records in run_logged(inputs, launches=2):
-        waits = records[records[:, 2] == 1]
-        for counter in (Counter.DY_READY, Counter.DH_READY, Counter.EXPERT_DH, Counter.EXPERT_DY, Counter.EXPERT_X):
-            assert bool((waits[:, 4] == counter).any()), counter.name
+    inputs = on_device(make_inputs(random_routing(1500, 4, 8), 256, 256, bias=True))
+    counters = {Counter.DY_READY, Counter.DH_READY, Counter.EXPERT_DH, Counter.EXPERT_DY, Counter.EXPERT_X}
+    for recompute in (False, True):
+        for records in run_logged(inputs, all_needs(inputs, recompute), launches=2):
+            waits = records[records[:, 2] == 1]
+            for counter in counters | ({Counter.X_READY, Counter.A_READY} if recompute else set()):
+                assert bool((waits[:, 4] == counter).any()), counter.name
 
 
 @pytest.mark.usefixtures("few_sms")
 def test_a_changed_log_is_rejected() -> None:
     inputs = on_device(make_inputs(random_routing(200, 4, 2)))
     offsets = saved(inputs, "mega").expert_offsets
-    (records,) = run_logged(inputs, launches=1)
+    needs = all_needs(inputs)
+    (records,) = run_logged(inputs, needs, launches=1)
     for row in range(0, len(records), max(1, len(records) // 20)):
         lost = torch.cat([records[:row], records[row + 1 :]])
         if int(records[row, 4]) == Counter.PLAN_READY and int(records[row, 2]) == 2:
             continue  # what the generation is read from
-        assert check_launch(lost, inputs, offsets, Direction.BACKWARD) != "", f"without record {row}"
+        assert check_launch(lost, inputs, offsets, Direction.BACKWARD, needs) != "", f"without record {row}"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.plan.cases import KINDS, count_classes, random_ids
 
 from moe_megakernel.hopper.launch import LaunchSizes
-from moe_megakernel.hopper.testing import MOST_WAITS, RECORD_WORDS, most_records, plan_config
+from moe_megakernel.hopper.testing import BIAS_COLUMNS, MOST_WAITS, RECORD_WORDS, most_records, plan_config
 from moe_megakernel.plan import ROW_TILE, PlanConfig, Schedule, Tiling, make_layout, make_plan
 from moe_megakernel.plan_names import Region
 
@@ -118,6 +118,7 @@ def test_constants_are_those_of_the_headers() -> None:
     headers = Path(__file__).parents[2] / "kernels" / "include" / "moe" / "plan"
     lists = re.findall(r"using (Waits|Raises) = SmallList<\w+, (\d+)>;", (headers / "dependencies.h").read_text())
     assert dict(lists) == {"Waits": str(MOST_WAITS), "Raises": str(MOST_WAITS)}
+    assert re.findall(r"kBiasColumns = (\d+);", (headers / "tasks.h").read_text()) == [str(BIAS_COLUMNS)]
     assert RECORD_WORDS * 8 == 6 * 4 + 2 * 8
 
 

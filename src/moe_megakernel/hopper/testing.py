@@ -25,6 +25,8 @@ RECORD_WORDS = 5
 MOST_WAITS = 4
 #: More than the blocks and warps of a launch's kernels that wait for the plan, for each SM.
 STARTS_OF_SM = 16
+#: Columns of a tile of a bias gradient, kBiasColumns in `plan/tasks.h`.
+BIAS_COLUMNS = 256
 #: Records of the plan task: "ready" raised and seen, "plan ready" raised.
 PLAN_RECORDS = 3
 
@@ -73,14 +75,13 @@ def most_records(sizes: LaunchSizes, direction: Direction = Direction.FORWARD) -
     backward = direction == Direction.BACKWARD
     routes = problem.row_capacity
     row_tiles = routes // ROW_TILE + min(problem.num_experts, routes)
-    act_tiles = -(-problem.width // tiling.act_columns)
-    columns = act_tiles + -(-problem.hidden // tiling.hidden_columns)
+    columns = -(-problem.width // tiling.act_columns) + -(-problem.hidden // tiling.hidden_columns)
     sources = 1
-    weight_tiles = 0
+    parameter_tiles = 0
     if backward:
-        columns += act_tiles + 1  # h computed again, and dS
+        columns += -(-problem.width // tiling.dgrad_columns) + 1  # gate_up is h computed again; the one is dS
         sources = 2
-        weight_tiles = problem.num_experts * _weight_gradient_tiles(config)
+        parameter_tiles = problem.num_experts * _parameter_tiles(config)
     of_task = 1 + 2 * (3 * MOST_WAITS)  # the claim; for each block, waits of load and of compute, and raises
     of_piece = 1 + 2 * MOST_WAITS
     of_combine = 2  # the claim, and the wait for "done" of the only rank
@@ -88,19 +89,20 @@ def most_records(sizes: LaunchSizes, direction: Direction = Direction.FORWARD) -
     return (
         PLAN_RECORDS
         + STARTS_OF_SM * sizes.num_sms
-        + (row_tiles * columns + weight_tiles) * of_task
+        + (row_tiles * columns + parameter_tiles) * of_task
         + close_and_drain
         + sources * row_tiles * (ROW_TILE // tiling.piece_rows) * of_piece
         + -(-sizes.tokens // tiling.combine_tokens) * of_combine
     )
 
 
-def _weight_gradient_tiles(config: PlanConfig) -> int:
-    """Tiles of dW_down and dW_gate_up of one expert."""
+def _parameter_tiles(config: PlanConfig) -> int:
+    """Tiles of the gradients of one expert's weights and biases."""
     problem, tiling = config.problem, config.tiling
     h_columns = problem.width * (2 if problem.gated else 1)
     weights = ((problem.hidden, problem.width), (h_columns, problem.hidden))
-    return sum(-(-rows // tiling.wgrad_rows) * -(-columns // tiling.wgrad_columns) for rows, columns in weights)
+    tiles = sum(-(-rows // tiling.wgrad_rows) * -(-columns // tiling.wgrad_columns) for rows, columns in weights)
+    return tiles + sum(-(-columns // BIAS_COLUMNS) for columns in (problem.hidden, h_columns))
 
 
 @contextmanager
