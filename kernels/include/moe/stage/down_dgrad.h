@@ -64,8 +64,9 @@ __device__ inline uint4 load_h(const std::uint16_t* address, bool exists) {
   return value;
 }
 
-// A thread's two rows of a tile, 32 columns of both after each other in a loop that stays rolled: unrolled it is 128 KB of
-// instructions that every tile fetches anew. Accumulators move down as they are used up, because registers have no index.
+// A thread's two rows of a tile, 32 columns of both after each other in a loop that stays rolled: unrolled it is 128 KB
+// of instructions that every tile fetches anew. Accumulators move down as they are used up, because registers have no
+// index.
 template <ActivationForm kForm>
 class DgradEpilogue {
   static constexpr bool kGated = kForm != ActivationForm::kRelu2;

@@ -1,5 +1,5 @@
-// The waits and raises of plan/dependencies.h for a direction that a kernel knows when it is compiled, so that no kernel
-// carries the other one's. Taken by the roles that both directions share.
+// The waits and raises of plan/dependencies.h for a direction that a kernel knows when it is compiled, so that no
+// kernel carries the other one's. Taken by the roles that both directions share.
 #pragma once
 
 #include "moe/plan/dependencies.h"

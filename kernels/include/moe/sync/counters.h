@@ -134,8 +134,8 @@ class Counters {
     return memory_.skip_counter == static_cast<std::int32_t>(counter) && memory_.skip_index == index;
   }
 
-  // Tasks that wait for all others, or for all of an expert's. They are a little more patient, so that of two waits that
-  // begin together the one at the root of a failure is reported.
+  // Tasks that wait for all others, or for all of an expert's. They are a little more patient, so that of two waits
+  // that begin together the one at the root of a failure is reported.
   __device__ static bool ends_launch(TaskKind task) {
     return task == TaskKind::kClose || task == TaskKind::kDrain || task == TaskKind::kCombine || is_wgrad(task) ||
            is_bias_grad(task);
