@@ -85,6 +85,9 @@ std::string encode_maps(BackwardParams& params, const BackwardArguments& a) {
   std::string text = encode_rows(params.dy_rows, params.dy_tiles, rows, p.hidden, kBox);
   if (text.empty()) text = encode_rows(params.x_rows, x_rows, rows, p.hidden, kBox);
   if (text.empty()) text = encode_rows(params.dh_rows, params.dh, rows, p.h_columns(), kBox);
+  if (text.empty() && !params.recomputes && params.h != nullptr) {
+    text = encode_rows(params.h_rows, params.h, p.max_routes(), p.h_columns(), kBox);
+  }
   const auto columns = [&](CUtensorMap& map, const WeightView& view, std::int64_t num, std::int64_t halves,
                            std::int64_t num_rows, std::int64_t num_columns) {
     if (text.empty() && view.data != nullptr) {

@@ -28,6 +28,7 @@ struct BackwardParams : LayerParams {
   CUtensorMap dy_rows;           // [R', H]
   CUtensorMap x_rows;            // [R', H]
   CUtensorMap dh_rows;           // [R', 2I]
+  CUtensorMap h_rows;            // [T * K, 2I]; empty where h is recomputed
   CUtensorMap x_columns;         // the same as [1, 1, R', H]
   CUtensorMap scaled_a;          // [1, 1, R', I]
   CUtensorMap w_gate_up;         // [L, 1, 2I, H]

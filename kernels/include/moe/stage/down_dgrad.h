@@ -3,8 +3,8 @@
 // a group lie in four lanes; they are added in a fixed order, so no schedule reaches a bit.
 //
 // Rows behind a tile's last are stored as zeros, because weight gradients sum over them. h is read 32 columns ahead of
-// where it is needed. Where h is recomputed it lies where dh goes: a thread reads exactly the columns that it then
-// overwrites.
+// where it is needed, from the L2 cache (see gradient_operands.h). Where h is recomputed it lies where dh goes: a
+// thread reads exactly the columns that it then overwrites.
 #pragma once
 
 #include "moe/arch/sm90/gemm_traits.h"
@@ -34,21 +34,6 @@ __device__ __forceinline__ void read_route_weights(const BackwardParams& params,
     const std::uint32_t t = route / top_k;
     const TopkWeights& w = params.topk_weights;
     weights[half] = __ldg(w.weights + t * w.token_stride + (route - t * top_k) * w.slot_stride);
-  }
-}
-
-// Brings a block's part of h to the L2 cache while the products run; two rows a thread.
-__device__ __forceinline__ void prefetch_h(const BackwardParams& params, const DgradTile& tile) {
-  const TilePlace place = TilePlace::of_thread();
-  const auto width = static_cast<std::int32_t>(params.problem.width);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const std::int32_t row = place.row + 8 * half;
-    const std::int32_t column = tile.column + 64 * place.quad;  // a line of 128 bytes each
-    if (row >= tile.rows || column >= width) continue;
-    const std::uint16_t* gate = params.h + (tile.h_row + row) * params.h_columns + column;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(gate));
-    if (params.problem.gated != 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(gate + width));
   }
 }
 

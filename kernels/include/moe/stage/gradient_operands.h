@@ -42,8 +42,29 @@ struct GradientBoxes {
   std::int32_t steps;
   std::int32_t block;  // in the cluster
   bool share_rows;     // else the columns
+  // What the epilogue reads of h: a tile of gate and, `up` columns further, of up; or null. At task's begin it would
+  // leave the L2 cache again before it is needed.
+  const CUtensorMap* h;
+  std::int32_t h_row;
+  std::int32_t h_column;
+  std::int32_t h_end;  // columns of gate
+  std::int32_t up;     // 0: there are none
+
+  static constexpr std::int32_t kStepsAhead = 8;
+
+  // Before the loads of a step.
+  __device__ void prefetch(std::int32_t step) const {
+    if (h == nullptr || step != (steps > kStepsAhead ? steps - kStepsAhead : 0)) return;
+    for (std::int32_t x = h_column; x < h_end && x < h_column + Traits::kColumns; x += kBox) {
+      for (std::int32_t y = h_row; y < h_row + Traits::kRows; y += kBox) {
+        cute::SM90_TMA_LOAD_2D::PREFETCH::copy(h, x, y);
+        if (up > 0) cute::SM90_TMA_LOAD_2D::PREFETCH::copy(h, x + up, y);
+      }
+    }
+  }
 
   __device__ void load(std::int32_t step, Element* to_rows, Element* to_columns, std::uint64_t* barrier) const {
+    prefetch(step);
     const auto load_rows = [&](std::int32_t box, bool both) {
       const std::int32_t x = rows_x.begin + box * rows_x.box + step * rows_x.depth;
       const std::int32_t y = rows_y.begin + box * rows_y.box + step * rows_y.depth;
@@ -120,6 +141,11 @@ __device__ GradientBoxes<kConfig> operand_boxes(const BackwardParams& params, co
       boxes.rows = &params.dy_rows;
       boxes.columns = &params.w_down;
       boxes.steps = params.needs.da() ? steps_of(hidden) : 0;
+      boxes.h = params.recomputes ? nullptr : &params.h_rows;
+      boxes.h_row = slot.row_begin;
+      boxes.h_column = column;
+      boxes.h_end = static_cast<std::int32_t>(params.problem.width);
+      boxes.up = params.h_columns - boxes.h_end;
       break;
     case TaskKind::kGateUpDgrad:
       boxes.rows = &params.dh_rows;

@@ -99,10 +99,7 @@ class GradientRole {
                    {0.0f, 0.0f}};
     std::int32_t routes[2] = {-1, -1};
     if (works) read_routes(params_, slot.row_begin, slot.rows, routes);
-    if (works && down) {
-      read_route_weights(params_, routes, tile.weights);
-      if (!params_.recomputes) prefetch_h(params_, tile);
-    }
+    if (works && down) read_route_weights(params_, routes, tile.weights);
     if (down && !params_.needs.da()) {
       task_end_.now();
       may_store();
