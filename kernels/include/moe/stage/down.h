@@ -33,13 +33,7 @@ __device__ inline void store_routed_row(const Accumulators& acc, std::uint16_t* 
                       route >= 0 ? static_cast<std::int32_t>(hidden) - column : 0};
 #pragma unroll
   for (int block = 0; block < 32; block += 4) {
-    std::uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = 4 * (block + i) + 2 * kHalf;
-      pairs[i] = pack_bf16(acc(at), acc(at + 1));
-    }
-    row.store<false>(8 * block, gather_block(pairs, quad));
+    row.store<false>(8 * block, gather_columns<kHalf>(acc, block, quad));
   }
 }
 

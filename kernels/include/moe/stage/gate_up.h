@@ -123,15 +123,9 @@ __device__ inline void store_h_row(const Accumulators& acc, const BackwardParams
   const std::int32_t left = row < tile.rows ? width - column : 0;
 #pragma unroll
   for (int block = 0; block < 32; block += 4) {
-    std::uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = 4 * (block + i) + 2 * kHalf;
-      pairs[i] = pack_bf16(acc(at), acc(at + 1));
-    }
     const bool up = kUp > 0 && block >= kUp;
     const RowWriter writer{up ? gate + width : gate, left};
-    writer.store<true>(8 * (up ? block - kUp : block), gather_block(pairs, place.quad));
+    writer.store<true>(8 * (up ? block - kUp : block), gather_columns<kHalf>(acc, block, place.quad));
   }
 }
 

@@ -47,6 +47,18 @@ __device__ inline uint4 gather_block(const std::uint32_t (&pairs)[4], int quad) 
   return upper ? make_uint4(s0, s1, high0, high1) : make_uint4(low0, low1, s0, s1);
 }
 
+// 32 columns of one of a thread's rows, from block `block` of 8 columns on: rounded, and for one store.
+template <int kHalf, typename Accumulators>
+__device__ inline uint4 gather_columns(const Accumulators& acc, int block, int quad) {
+  std::uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int at = 4 * (block + i) + 2 * kHalf;
+    pairs[i] = pack_bf16(acc(at), acc(at + 1));
+  }
+  return gather_block(pairs, quad);
+}
+
 // A row's columns from a thread's first block on, and how many of them there are (0: the row does not exist). Stores
 // are predicated, not branched around, so that the four lanes of a gather stay together.
 struct RowWriter {

@@ -27,13 +27,7 @@ __device__ __forceinline__ void store_wgrad_row(const Accumulators& acc, const W
   const RowWriter writer{static_cast<std::uint16_t*>(grad.data) + wgrad_offset(grad, tile, row) + column, left};
 #pragma unroll
   for (int block = 0; block < 32; block += 4) {
-    std::uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = 4 * (block + i) + 2 * kHalf;
-      pairs[i] = pack_bf16(acc(at), acc(at + 1));
-    }
-    writer.store<false>(8 * block, gather_block(pairs, place.quad));
+    writer.store<false>(8 * block, gather_columns<kHalf>(acc, block, place.quad));
   }
 }
 
