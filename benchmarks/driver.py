@@ -67,23 +67,14 @@ def make_rows(
     """One row for each implementation; "route" has no useful operations."""
     assert shape.tokens is not None
     flops = shape.flops(shape.tokens, direction)
+    given = report.origin(letter, shape, commit)
     rows = []
     for name, spent in times.items():
         useful = 0.0 if name == "route" else flops / spent.median / 1e9
         against = times["dense"].median / spent.median if "dense" in times and name != "route" else 0.0
         rows.append(
             report.Row(
-                gpu=report.gpu_name(),
-                driver=report.driver_version(),
-                torch=torch.__version__,
-                date=report.today(),
-                commit=commit,
-                shape=letter,
-                T=shape.tokens,
-                H=shape.hidden,
-                I=shape.width,
-                E=shape.num_experts,
-                K=shape.top_k,
+                **given,
                 ranks=1,
                 routing=routing,
                 direction=direction,

@@ -29,20 +29,9 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Origin):
     """A line of memory.csv."""
 
-    gpu: str
-    driver: str
-    torch: str
-    date: str
-    commit: str
-    shape: str
-    T: int
-    H: int
-    I: int  # noqa: E741
-    E: int
-    K: int
     impl: str
     saved_bytes: int
     workspace_bytes: int
@@ -90,17 +79,7 @@ def make_row(letter: str, layer: Layer, commit: str, name: str, memory: Memory) 
     shape = layer.shape
     assert shape.tokens is not None
     return Row(
-        gpu=report.gpu_name(),
-        driver=report.driver_version(),
-        torch=torch.__version__,
-        date=report.today(),
-        commit=commit,
-        shape=letter,
-        T=shape.tokens,
-        H=shape.hidden,
-        I=shape.width,
-        E=shape.num_experts,
-        K=shape.top_k,
+        **report.origin(letter, shape, commit),
         impl=name,
         **{f"{field}_bytes": value for field, value in asdict(memory).items()},
     )

@@ -14,14 +14,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from moe_megakernel.shapes import Shape
+
 ROOT = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
-class Row:
-    """One implementation of one shape. tflops: of 6 T K H I operations forward, 12 T K H I backward; ratio_dense: over
-    that of dense.
-    """
+class Origin:
+    """Where and when something was measured, and on which shape: the first columns of every file."""
 
     gpu: str
     driver: str
@@ -34,6 +34,14 @@ class Row:
     I: int  # noqa: E741
     E: int
     K: int
+
+
+@dataclass(frozen=True)
+class Row(Origin):
+    """One implementation of one shape. tflops: of 6 T K H I operations forward, 12 T K H I backward; ratio_dense: over
+    that of dense.
+    """
+
     ranks: int
     routing: str
     direction: str
@@ -62,6 +70,23 @@ def driver_version() -> str:
 
 def today() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d")
+
+
+def origin(letter: str, shape: Shape, commit: str) -> dict[str, Any]:
+    """The fields of `Origin` for a measurement of a shape, now and here."""
+    return {
+        "gpu": gpu_name(),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "date": today(),
+        "commit": commit,
+        "shape": letter,
+        "T": shape.tokens,
+        "H": shape.hidden,
+        "I": shape.width,
+        "E": shape.num_experts,
+        "K": shape.top_k,
+    }
 
 
 def default_path(name: str) -> Path:
