@@ -33,8 +33,10 @@ void fill_in(BackwardParams& params, const BackwardArguments& a, const BackwardC
   params.direction = Direction::kBackward;
   params.needs = a.needs;
   params.tokens = a.tokens;
+  auto* const shared = reinterpret_cast<unsigned char*>(a.group.own);
+  const PeerMemory peers = peer_memory(a.group, p, choice.tiling, choice.schedule, kElementBytes);
   params.counters = counter_memory(a.options, workspace.plan_memory(base, a.row_route),
-                                   reinterpret_cast<std::int64_t*>(base + workspace.flag_done_offset()));
+                                   reinterpret_cast<std::int64_t*>(base + workspace.flag_done_offset()), peers, shared);
   params.activation = activation_params(a.activation, a.alpha, a.limit);
   params.stages = kStageBackward;
   const std::int64_t tiles = p.max_row_tiles();
@@ -42,8 +44,14 @@ void fill_in(BackwardParams& params, const BackwardArguments& a, const BackwardC
                        tiles};
   params.sources[1] = {static_cast<const unsigned char*>(a.x), a.x_token_stride * kElementBytes, at(Region::kXRows),
                        tiles};
-  params.route_grads = reinterpret_cast<float*>(at(Region::kRouteGrads));
-  params.dx_rows = elements(Region::kRows);
+  if (peers.shared()) {
+    for (PullSource& source : params.sources) source.token_bytes = p.hidden * kElementBytes;
+    params.route_grads = reinterpret_cast<float*>(shared + peers.route_grads);
+    params.dx_rows = reinterpret_cast<std::uint16_t*>(shared + peers.rows);
+  } else {
+    params.route_grads = reinterpret_cast<float*>(at(Region::kRouteGrads));
+    params.dx_rows = elements(Region::kRows);
+  }
   params.combine = {a.needs.x ? params.dx_rows : nullptr,
                     static_cast<std::uint16_t*>(a.dx),
                     a.topk_idx,
@@ -80,17 +88,18 @@ std::string encode_maps(BackwardParams& params, const BackwardArguments& a) {
   constexpr int kBox = 64;
   const Problem& p = a.problem;
   const std::int64_t experts = p.local_experts();
-  const std::int64_t rows = p.max_row_tiles() * kRowTile;
+  const std::int64_t tiles = p.max_row_tiles();
+  const std::int64_t rows = (tiles > 0 ? tiles : 1) * kRowTile;  // a map has rows, also where no rank may receive any
   const void* x_rows = params.sources[1].tiles;
   std::string text = encode_rows(params.dy_rows, params.dy_tiles, rows, p.hidden, kBox);
   if (text.empty()) text = encode_rows(params.x_rows, x_rows, rows, p.hidden, kBox);
   if (text.empty()) text = encode_rows(params.dh_rows, params.dh, rows, p.h_columns(), kBox);
-  if (text.empty() && !params.recomputes && params.h != nullptr) {
-    text = encode_rows(params.h_rows, params.h, p.max_routes(), p.h_columns(), kBox);
+  if (text.empty() && !params.recomputes && params.h != nullptr && p.row_capacity > 0) {
+    text = encode_rows(params.h_rows, params.h, p.row_capacity, p.h_columns(), kBox);
   }
   const auto columns = [&](CUtensorMap& map, const WeightView& view, std::int64_t num, std::int64_t halves,
                            std::int64_t num_rows, std::int64_t num_columns) {
-    if (text.empty() && view.data != nullptr) {
+    if (text.empty() && view.data != nullptr && num > 0) {
       text = encode_weight(map, view, num, halves, num_rows, num_columns, kBox);
     }
   };
@@ -109,6 +118,14 @@ BackwardPlanArguments plan_arguments(const BackwardArguments& a, const BackwardP
   plan.schedule = params.schedule;
   plan.needs = params.needs;
   plan.expert_offsets = a.expert_offsets;
+  plan.peers = params.counters.peers;
+  if (plan.peers.shared()) {
+    plan.header = rank_header(a.problem, a.tokens,
+                              {Direction::kBackward, a.activation, a.alpha, a.limit,
+                               mask_of_needs(a.needs) & ~(std::int64_t{1} << (kNumGradNeeds - 1)), a.needs.pulls_x()});
+    plan.status = a.options.status;
+    plan.timeout_ns = a.options.timeout_ns;
+  }
   plan.memory = params.counters.plan;
   plan.log = a.options.log;
   return plan;
@@ -136,11 +153,29 @@ std::string launch_stages(BackwardParams& params, sm90::GradientLaunch launch_la
   return error == cudaSuccess ? "" : launch_error("combine", error);
 }
 
+// What other ranks read of this one, to where they can.
+cudaError_t share_inputs(const BackwardArguments& a, const PeerMemory& peers, cudaStream_t stream) {
+  if (!peers.shared() || a.tokens == 0 || a.tokens > a.problem.max_tokens) return cudaSuccess;
+  auto* const shared = reinterpret_cast<unsigned char*>(a.group.own);
+  cudaError_t error = cudaSuccess;
+  if (a.needs.pulls_dy()) {
+    error = share_tokens(shared + peers.tokens[0], a.dy, a.dy_token_stride, a.tokens, a.problem.hidden, stream);
+  }
+  if (error == cudaSuccess && a.needs.pulls_x()) {
+    error = share_tokens(shared + peers.tokens[1], a.x, a.x_token_stride, a.tokens, a.problem.hidden, stream);
+  }
+  if (error != cudaSuccess) return error;
+  return cudaMemcpyAsync(shared + peers.route_weights, a.topk_weights.weights,
+                         static_cast<std::size_t>(a.tokens * a.problem.top_k) * sizeof(float), cudaMemcpyDeviceToDevice,
+                         stream);
+}
+
 }  // namespace
 
 std::string backward_fault(const BackwardArguments& a) {
   const BackwardChoice choice = choose_backward(a.problem, a.options.staged, a.options.num_sms);
-  return layer_fault(a.problem, choice.tiling, choice.schedule, a.options);
+  const std::string text = layer_fault(a.problem, choice.tiling, choice.schedule, a.options);
+  return text.empty() ? group_fault(a.group, a.problem, choice.tiling, choice.schedule) : text;
 }
 
 std::int64_t backward_workspace_bytes(const Problem& problem, bool staged, std::int64_t num_sms) {
@@ -157,7 +192,9 @@ std::string launch_backward(const BackwardArguments& arguments, void* cuda_strea
   const std::string text = encode_maps(params, arguments);
   if (!text.empty()) return text;
   const std::lock_guard<std::mutex> lock(launch_mutex());
-  cudaError_t error = launch_backward_plan(plan_arguments(arguments, params), stream);
+  cudaError_t error = share_inputs(arguments, params.counters.peers, stream);
+  if (error != cudaSuccess) return launch_error("share dy", error);
+  error = launch_backward_plan(plan_arguments(arguments, params), stream);
   if (error != cudaSuccess) return launch_error("plan", error);
   const sm90::GradientLaunch launch_layer = sm90::kGradientLaunches[choice.config];
   if (options.staged) return launch_stages(params, launch_layer, blocks, stream);

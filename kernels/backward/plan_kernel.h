@@ -8,6 +8,8 @@
 #include <cstdint>
 
 #include "moe/forward/plan_memory.h"
+#include "moe/forward/status.h"
+#include "moe/peer/memory.h"
 #include "moe/plan/log.h"
 #include "moe/plan/problem.h"
 #include "moe/plan/tasks.h"
@@ -20,6 +22,10 @@ struct BackwardPlanArguments {
   Schedule schedule;
   GradNeeds needs;
   const std::int32_t* expert_offsets;  // device [L + 1], as the forward has saved them; -1 if it has refused the step
+  PeerMemory peers;                    // of a group
+  RankHeader header;                   // of a group: what this rank says of the step
+  StepStatus* status;                  // of a group
+  std::int64_t timeout_ns;             // of a group: how long a rank is waited for
   PlanMemory memory;                   // written: expert_offsets, tables, tasks and sizes; zeroed: counters and tickets
   LaunchLog log;
 };

@@ -9,6 +9,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -106,12 +107,40 @@ struct Checker {
   }
 };
 
+// PeerGroup as a tensor, or none: one rank.
+inline PeerGroup read_group(const char* op, const OptionalTensor& group) {
+  if (!group.has_value()) return {1, 0, 0, 0, 0, 0, 0, 0};
+  STD_TORCH_CHECK(group->is_cpu() && group->scalar_type() == ScalarType::Long &&
+                      has_shape(*group, {kPeerGroupFields}) && group->is_contiguous(),
+                  op, "group: expected Long [", kPeerGroupFields, "] on cpu, got ", describe(*group));
+  PeerGroup read{};
+  std::memcpy(&read, group->const_data_ptr<std::int64_t>(), sizeof(read));
+  STD_TORCH_CHECK(read.num_ranks >= 2 && read.rank >= 0 && read.rank < read.num_ranks && read.max_tokens >= 0 &&
+                      read.row_capacity >= 0,
+                  op, "group: expected at least two ranks, one of them, and capacities, got ranks = ", read.num_ranks,
+                  ", rank = ", read.rank, ", max_tokens = ", read.max_tokens, ", row_capacity = ", read.row_capacity);
+  return read;
+}
+
+// Sizes of one rank of a group: experts are split over ranks, and what may arrive is agreed.
+inline Problem group_problem(const PeerGroup& group, std::int64_t top_k, std::int64_t num_experts, std::int64_t hidden,
+                             std::int64_t width, bool gated) {
+  return {group.num_ranks, group.rank,       num_experts,       top_k, hidden, width,
+          gated ? 1 : 0,   group.max_tokens, group.row_capacity};
+}
+
 // One rank: every expert is local and every route arrives here.
 inline Problem problem_of(const char* op, std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts,
                           std::int64_t hidden, std::int64_t width, bool gated) {
   STD_TORCH_CHECK(routes_fit(tokens, top_k), op, "topk_idx: expected at most ", kMaxRoutes, " routes, got T = ", tokens,
                   ", K = ", top_k);
   return {1, 0, num_experts, top_k, hidden, width, gated ? 1 : 0, tokens, tokens * top_k};
+}
+
+inline Problem problem_of(const char* op, const PeerGroup& group, std::int64_t tokens, std::int64_t top_k,
+                          std::int64_t num_experts, std::int64_t hidden, std::int64_t width, bool gated) {
+  if (group.num_ranks > 1) return group_problem(group, top_k, num_experts, hidden, width, gated);
+  return problem_of(op, tokens, top_k, num_experts, hidden, width, gated);
 }
 
 // Pinned memory has one address for the host and all devices.

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor> route(const Tensor& topk_idx, std::int64_t nu
   arguments.topk_idx = {topk_idx.const_data_ptr(), topk_idx.stride(0), topk_idx.stride(1),
                         topk_idx.scalar_type() == ScalarType::Long};
   arguments.memory.route_order = route_order.mutable_data_ptr<std::int32_t>();
-  arguments.memory.class_counts = class_counts.mutable_data_ptr<std::int32_t>();
+  arguments.own_class_counts = class_counts.mutable_data_ptr<std::int32_t>();
   arguments.memory.scratch = scratch.mutable_data_ptr<std::int32_t>();
   arguments.first_bad = first_bad.mutable_data_ptr<std::int64_t>();
   check_cuda("route", launch_route(arguments, current_stream(topk_idx.get_device_index())));

@@ -18,14 +18,25 @@
 namespace moe {
 namespace {
 
+unsigned char* shared_memory(const PeerGroup& group) { return reinterpret_cast<unsigned char*>(group.own); }
+
 RouteArguments route_arguments(const ForwardArguments& a, const ForwardParams& params) {
   RouteArguments route{};
   route.problem = params.problem;
   route.tiling = params.tiling;
   route.schedule = params.schedule;
-  route.tokens = a.tokens;
+  // Of tokens that are too many for the group's memory nothing is looked at: the ranks will refuse the step.
+  route.tokens = a.tokens <= a.problem.max_tokens ? a.tokens : 0;
   route.topk_idx = a.topk_idx;
   route.memory = params.counters.plan;
+  route.own_class_counts = route.memory.class_counts;
+  route.peers = params.counters.peers;
+  if (route.peers.shared()) {
+    route.own_class_counts = reinterpret_cast<std::int32_t*>(shared_memory(a.group) + route.peers.class_counts);
+    route.header =
+        rank_header(a.problem, a.tokens, {Direction::kForward, a.activation, a.alpha, a.limit, a.group.needs, true});
+    route.timeout_ns = a.options.timeout_ns;
+  }
   route.saved_expert_offsets = a.saved_expert_offsets;
   route.status = a.options.status;
   route.log = a.options.log;
@@ -44,8 +55,10 @@ void fill_in(ForwardParams& params, const ForwardArguments& a, const ForwardChoi
   params.gate_up_steps = static_cast<std::int32_t>(ceil_div(a.problem.hidden, config.tile_depth));
   params.down_steps = static_cast<std::int32_t>(ceil_div(a.problem.width, config.tile_depth));
   params.tokens = a.tokens;
-  params.counters = counter_memory(a.options, workspace.plan_memory(base, a.row_route),
-                                   reinterpret_cast<std::int64_t*>(base + workspace.flag_done_offset()));
+  unsigned char* const shared = shared_memory(a.group);
+  const PeerMemory peers = peer_memory(a.group, a.problem, choice.tiling, choice.schedule, kElementBytes);
+  params.counters = counter_memory(a.options, workspace.plan_memory(base, a.row_route, shared),
+                                   reinterpret_cast<std::int64_t*>(base + workspace.flag_done_offset()), peers, shared);
   params.direction = Direction::kForward;
   params.needs = {};
   params.activation = activation_params(a.activation, a.alpha, a.limit);
@@ -53,7 +66,9 @@ void fill_in(ForwardParams& params, const ForwardArguments& a, const ForwardChoi
   params.sources[0] = {static_cast<const unsigned char*>(a.x), a.x_token_stride * kElementBytes,
                        base + workspace.offset(Region::kXRing), choice.schedule.x_slots};
   params.sources[1] = {};
-  params.o_rows = reinterpret_cast<std::uint16_t*>(base + workspace.o_rows_offset());
+  if (peers.shared()) params.sources[0].token_bytes = a.problem.hidden * kElementBytes;
+  params.o_rows =
+      reinterpret_cast<std::uint16_t*>(peers.shared() ? shared + peers.rows : base + workspace.o_rows_offset());
   params.combine = {params.o_rows, static_cast<std::uint16_t*>(a.y), a.topk_idx, a.topk_weights, nullptr, nullptr};
   params.bias_gate_up = static_cast<const std::uint16_t*>(a.bias_gate_up);
   params.bias_down = static_cast<const std::uint16_t*>(a.bias_down);
@@ -71,6 +86,7 @@ std::string encode_maps(ForwardParams& params, const ForwardArguments& a, const 
   if (text.empty()) text = encode_rows(params.a_ring, params.a_rows, s.a_slots * kRowTile, p.width, row_box);
   const std::int64_t halves = p.gated != 0 ? 2 : 1;
   const std::int64_t experts = p.local_experts();
+  if (experts == 0) return text;
   if (text.empty()) {
     text = encode_weight(params.w_gate_up, a.w_gate_up, experts, halves, p.width, p.hidden, weight_box);
   }
@@ -94,11 +110,22 @@ std::string launch_stages(ForwardParams& params, sm90::LayerLaunch launch_layer,
 
 std::string forward_fault(const ForwardArguments& a) {
   const ForwardChoice choice = choose_forward(a.problem, a.options.staged, a.options.num_sms);
-  return layer_fault(a.problem, choice.tiling, choice.schedule, a.options);
+  const std::string text = layer_fault(a.problem, choice.tiling, choice.schedule, a.options);
+  return text.empty() ? group_fault(a.group, a.problem, choice.tiling, choice.schedule) : text;
 }
 
 std::int64_t forward_workspace_bytes(const Problem& problem, bool staged, std::int64_t num_sms) {
   return ForwardWorkspace(problem, choose_forward(problem, staged, num_sms)).bytes();
+}
+
+std::int64_t group_memory_bytes(const Problem& problem, bool staged, std::int64_t num_sms) {
+  const ForwardChoice choice = choose_forward(problem, staged, num_sms);
+  return workspace_bytes(true, problem, choice.tiling, choice.schedule, kElementBytes);
+}
+
+std::string forward_plan_fault(const Problem& problem, bool staged, std::int64_t num_sms) {
+  const ForwardChoice choice = choose_forward(problem, staged, num_sms);
+  return config_fault(PlanConfig{problem, choice.tiling, choice.schedule});
 }
 
 std::string launch_forward(const ForwardArguments& arguments, void* cuda_stream) {
@@ -110,6 +137,13 @@ std::string launch_forward(const ForwardArguments& arguments, void* cuda_stream)
   const std::string text = encode_maps(params, arguments, choice);
   if (!text.empty()) return text;
   const std::lock_guard<std::mutex> lock(launch_mutex());
+  const PeerMemory& peers = params.counters.peers;
+  if (peers.shared() && arguments.tokens <= arguments.problem.max_tokens) {
+    const cudaError_t error =
+        share_tokens(shared_memory(arguments.group) + peers.tokens[0], arguments.x, arguments.x_token_stride,
+                     arguments.tokens, arguments.problem.hidden, stream);
+    if (error != cudaSuccess) return launch_error("share x", error);
+  }
   cudaError_t error = launch_route(route_arguments(arguments, params), stream);
   if (error != cudaSuccess) return launch_error("route", error);
   const sm90::LayerLaunch launch_layer = sm90::kLayerLaunches[choice.config];

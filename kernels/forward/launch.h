@@ -18,6 +18,12 @@ std::string forward_fault(const ForwardArguments& arguments);
 // by later launches of any size that fits.
 std::int64_t forward_workspace_bytes(const Problem& problem, bool staged, std::int64_t num_sms);
 
+// Bytes of memory that each rank of a group shares with the others, for both directions. The same on all ranks.
+std::int64_t group_memory_bytes(const Problem& problem, bool staged, std::int64_t num_sms);
+
+// Why there is no plan for such sizes, or "".
+std::string forward_plan_fault(const Problem& problem, bool staged, std::int64_t num_sms);
+
 // Puts the launch (staged: the launches) on `cuda_stream`, a cudaStream_t of the current device, and returns without
 // waiting. No allocation, no synchronisation, so that the stream may be under capture. Threads may call it at once,
 // also with one workspace on one stream: launches of one step stand together. Returns "" or an error in words; what

@@ -25,6 +25,7 @@ inline constexpr int kPlanSharedBytes = static_cast<int>(kPlanSharedWords * size
 // What the last thread tells the roles that wait for the plan.
 struct PlanEnd {
   LaunchState* launch;
+  bool met;  // by forward/meeting.h
   LaunchLog log;
 };
 
@@ -42,12 +43,14 @@ __device__ inline std::int64_t generation_of(const PlanEnd& end) {
   return end.launch == nullptr || blockIdx.x != 0 || threadIdx.x != 0 ? 0 : end.launch->generation + 1;
 }
 
-// With one rank this rank's "ready" is all there is to wait for. The release is cumulative: behind the cluster's last
-// barrier it covers what all of its blocks have written.
+// With one rank this rank's "ready" is all there is to wait for; the ranks of a group have met before. The release is
+// cumulative: behind the cluster's last barrier it covers what all of its blocks have written.
 __device__ inline void raise_plan_ready(const PlanEnd& end, std::int64_t generation) {
   if (end.launch == nullptr) return;
-  write_log(end, LogEvent::kRaise, Counter::kPeerReady, generation);
-  write_log(end, LogEvent::kWait, Counter::kPeerReady, generation);
+  if (!end.met) {
+    write_log(end, LogEvent::kRaise, Counter::kPeerReady, generation);
+    write_log(end, LogEvent::kWait, Counter::kPeerReady, generation);
+  }
   write_log(end, LogEvent::kRaise, Counter::kPlanReady, generation);
   cuda::atomic_ref<std::int64_t, cuda::thread_scope_device>(end.launch->plan_ready)
       .store(generation, cuda::std::memory_order_release);
@@ -63,6 +66,8 @@ inline PlanJob plan_job(const Problem& p, const Tiling& t, const Schedule& s, co
   job.tasks = memory.tasks;
   job.sizes = memory.sizes;
   job.sources = memory.sources;
+  job.row_route = nullptr;
+  job.meeting = nullptr;
   job.counters = memory.counters;
   job.num_counters = counter_offset(static_cast<Counter>(kNumCounters), p);
   job.tickets = memory.tickets;

@@ -1,5 +1,6 @@
 // The route kernel: the stages of plan/parallel.h by one cluster, then what the layer's kernel and the host are told.
 // Owns the order of those last writes. Bounded: nothing here waits for anything outside the cluster.
+#include "forward/meeting.h"
 #include "forward/plan_launch.h"
 #include "moe/plan/parallel.h"
 #include "moe/sync/report.h"
@@ -25,8 +26,48 @@ __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kPlanThrea
   const std::int32_t bad = *shared_parts(team.block.shared(), lasting_words(plan), sort.num_experts).all_first_bad;
   if (bad != kNoBadId && end.status != nullptr) {
     const std::int64_t id = sort.ids.at(bad / sort.ids.top_k, bad % sort.ids.top_k);
-    report_status(*end.status, StatusCode::kBadId, {bad, id, sort.ids.top_k, std::int64_t{sort.num_experts}});
+    report_status(*end.status, StatusCode::kBadId, {bad, id, sort.ids.top_k, std::int64_t{sort.num_experts}, -1});
   }
+  raise_plan_ready(end.plan, generation);
+}
+
+// What all ranks have counted, into memory of this one.
+__device__ void copy_counts(const Thread& me, const PeerMemory& peers, std::int64_t num_experts, std::int32_t* counts) {
+  const auto each = static_cast<std::int32_t>(num_experts * kTokenResidues / 4);
+  for (std::int64_t peer = 0; peer < peers.num_ranks; ++peer) {
+    const auto* from = peers.at<const int4>(peer, peers.class_counts);
+    auto* to = reinterpret_cast<int4*>(counts) + peer * each;
+    me.each_of_cluster(each, [&](std::int32_t i) { to[i] = __ldcg(from + i); });
+  }
+}
+
+// Of a group: this rank's routes are sorted where all ranks can read them, the ranks meet, and each plans its own rows.
+template <typename Id>
+__global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kPlanThreads, 1)
+    group_route_kernel(const __grid_constant__ SortJob<Id> sort, const __grid_constant__ PlanJob plan,
+                       const __grid_constant__ Meeting meeting, const __grid_constant__ RouteEnd end,
+                       std::int32_t* all_class_counts, std::int64_t row_capacity) {
+  ClusterTeam<kPlanWarps> team = this_team();
+  const std::int64_t generation = generation_of(end.plan);
+  PlanJob only_sorts{};
+  plan_own_routes(team, sort, only_sorts);
+  team.stage([&](auto& block) {
+    if (block.index != 0) return;
+    RankHeader header = meeting.header;
+    const std::int32_t bad = *shared_parts(block.shared(), 0, sort.num_experts).all_first_bad;
+    header.bad_route = bad == kNoBadId ? -1 : bad;
+    header.bad_id = bad == kNoBadId ? 0 : std::int64_t{sort.ids.at(bad / sort.ids.top_k, bad % sort.ids.top_k)};
+    meet(meeting, header);
+  });
+  const bool refused = meeting.result->refused != 0;
+  team.stage([&](auto& block) {
+    if (refused) return;
+    block.phase([&](const Thread& me) { copy_counts(me, meeting.peers, sort.num_experts, all_class_counts); });
+  });
+  const RankRoutes routes{all_class_counts, meeting.token_starts, meeting.peers.num_ranks, sort.num_experts};
+  plan_all_routes(team, routes, plan, row_capacity);
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  end_meeting(meeting, *plan.sizes, row_capacity);
   raise_plan_ready(end.plan, generation);
 }
 
@@ -35,7 +76,7 @@ __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kPlanThrea
                 const __grid_constant__ RouteEnd end) {
   ClusterTeam<kPlanWarps> team = this_team();
   const std::int64_t generation = generation_of(end.plan);
-  plan_all_routes(team, routes, plan);
+  plan_all_routes(team, routes, plan, 0);
   if (blockIdx.x == 0 && threadIdx.x == 0) raise_plan_ready(end.plan, generation);
 }
 
@@ -47,7 +88,11 @@ PlanJob plan_job(const RouteArguments& arguments, std::int64_t num_parts) {
 }
 
 RouteEnd route_end(const RouteArguments& arguments) {
-  return {{arguments.memory.launch, arguments.log}, arguments.status};
+  return {{arguments.memory.launch, arguments.peers.shared(), arguments.log}, arguments.status};
+}
+
+Meeting meeting_of(const RouteArguments& a) {
+  return {a.peers, a.header, a.memory.meeting, a.memory.token_starts, a.memory.launch, a.status, a.timeout_ns, a.log};
 }
 
 template <typename Id>
@@ -60,10 +105,17 @@ cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
   sort.num_experts = static_cast<std::int32_t>(arguments.problem.num_experts);
   sort.experts_at_once = static_cast<std::int32_t>(kRoundExperts);
   sort.route_order = arguments.memory.route_order;
-  sort.class_counts = arguments.memory.class_counts;
+  sort.class_counts = arguments.own_class_counts;
   sort.first_bad = arguments.first_bad;
   set_walks(sort, static_cast<std::int32_t>(kPlanBlocks), kPlanWarps, kLanes);
-  return launch_plan_kernel<route_kernel<Id>>(stream, sort, plan, route_end(arguments));
+  if (!arguments.peers.shared()) return launch_plan_kernel<route_kernel<Id>>(stream, sort, plan, route_end(arguments));
+  PlanJob of_group = plan_job(arguments, arguments.problem.num_ranks);
+  of_group.sources = nullptr;
+  of_group.row_route = arguments.memory.row_route;
+  of_group.peer_routes = {arguments.peers.bases, arguments.peers.route_order, arguments.peers.route_bits};
+  of_group.meeting = arguments.memory.meeting;
+  return launch_plan_kernel<group_route_kernel<Id>>(stream, sort, of_group, meeting_of(arguments), route_end(arguments),
+                                                    arguments.memory.class_counts, arguments.problem.row_capacity);
 }
 
 }  // namespace

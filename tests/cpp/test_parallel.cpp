@@ -305,7 +305,7 @@ void test_routes_of_all_ranks() {
     memory.job.num_parts = static_cast<std::int32_t>(p.num_ranks);
     moe::SerialCluster cluster(c.team);
     const moe::RankRoutes routes{counts.data(), c.starts.data(), p.num_ranks, p.num_experts};
-    moe::plan_all_routes(cluster, routes, memory.job);
+    moe::plan_all_routes(cluster, routes, memory.job, p.row_capacity);
     const Offsets expected = merge_serially(c, counts);
     memory.check(c, expected.offsets, false);
     if (p.num_ranks > 1) {
@@ -331,7 +331,7 @@ void test_long_chains_of_minibatches() {
     PlanMemory memory(c, true);
     memory.job.num_parts = 1;
     moe::SerialCluster cluster(c.team);
-    moe::plan_all_routes(cluster, {counts.data(), c.starts.data(), 1, 200}, memory.job);
+    moe::plan_all_routes(cluster, {counts.data(), c.starts.data(), 1, 200}, memory.job, 0);
     memory.check(c, merge_serially(c, counts).offsets, false);
     MOE_CHECK_EQUAL(memory.sizes.counts.segments > 1900, true);
   }
@@ -358,7 +358,7 @@ void test_few_segments_of_many_tasks() {
     PlanMemory memory(c, seed % 2 == 0);
     memory.job.num_parts = 1;
     moe::SerialCluster cluster(c.team);
-    moe::plan_all_routes(cluster, {counts.data(), c.starts.data(), 1, p.num_experts}, memory.job);
+    moe::plan_all_routes(cluster, {counts.data(), c.starts.data(), 1, p.num_experts}, memory.job, 0);
     memory.check(c, merge_serially(c, counts).offsets, false);
   }
 }

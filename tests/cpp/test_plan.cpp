@@ -28,7 +28,8 @@ static_assert(static_cast<int>(moe::Role::kPlan) == 0 && static_cast<int>(moe::R
 static_assert(static_cast<int>(moe::LogEvent::kClaim) == 0 && static_cast<int>(moe::LogEvent::kRaise) == 2);
 static_assert(static_cast<int>(moe::Direction::kForward) == 0 && static_cast<int>(moe::Direction::kBackward) == 1);
 static_assert(sizeof(moe::RowTile) == 12 && sizeof(moe::Segment) == 16 && sizeof(moe::Task) == 20);
-static_assert(sizeof(moe::RowSource) == 8 && sizeof(moe::RankHeader) == 40 && sizeof(moe::LaunchState) == 24);
+static_assert(sizeof(moe::RowSource) == 8 && sizeof(moe::RankHeader) == 128 && sizeof(moe::MeetingResult) == 40 &&
+              sizeof(moe::LaunchState) == 24);
 static_assert(sizeof(moe::LogRecord) == 40);
 
 // All fences there are, on both sides.

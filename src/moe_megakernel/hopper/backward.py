@@ -118,6 +118,8 @@ def layer_backward(
             get_workspace(device, workspace_bytes(*sizes)),
             status_record(device).tensor,
             log,
+            None,
+            num_experts,
             width,
             ACTIVATION_NUMBERS[activation],
             alpha,

@@ -88,6 +88,7 @@ def layer_forward(
         get_workspace(device, workspace_bytes(*sizes)),
         status_record(device).tensor,
         log,
+        None,
         num_experts,
         ACTIVATION_NUMBERS[activation],
         alpha,

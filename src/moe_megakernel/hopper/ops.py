@@ -41,14 +41,16 @@ _SIZES = "int tokens, int top_k, int num_experts, int hidden, int width, bool ga
 SCHEMAS = (
     "hopper_forward(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, "
     "Tensor? bias_gate_up, Tensor? bias_down, Tensor(a!) y, Tensor(b!) h, Tensor(c!) expert_offsets, "
-    "Tensor(d!) row_route, Tensor(e!) workspace, Tensor(f!) status, Tensor(g!)? log, int num_experts, "
+    "Tensor(d!) row_route, Tensor(e!) workspace, Tensor(f!) status, Tensor(g!)? log, Tensor? group, int num_experts, "
     f"{_LAUNCH}) -> ()",
     f"hopper_workspace_bytes({_SIZES}) -> int",
+    f"hopper_group_bytes({_SIZES}, int num_ranks, int row_capacity) -> Tensor",
     f"hopper_plan_config({_SIZES}) -> Tensor",
     "hopper_backward(Tensor dy, Tensor? x, Tensor topk_idx, Tensor topk_weights, Tensor? w_gate_up, Tensor? w_down, "
     "Tensor? bias_gate_up, Tensor? bias_down, Tensor? h, Tensor expert_offsets, Tensor row_route, Tensor(a!)? dx, "
     "Tensor(b!)? dtopk_weights, Tensor(c!)? dw_gate_up, Tensor(d!)? dw_down, Tensor(e!)? dbias_gate_up, "
-    "Tensor(f!)? dbias_down, Tensor(g!) workspace, Tensor(h!) status, Tensor(i!)? log, int width, "
+    "Tensor(f!)? dbias_down, Tensor(g!) workspace, Tensor(h!) status, Tensor(i!)? log, Tensor? group, "
+    "int num_experts, int width, "
     f"{_LAUNCH}) -> ()",
     f"hopper_backward_workspace_bytes({_SIZES}) -> int",
     f"hopper_backward_plan_config({_SIZES}) -> Tensor",

@@ -18,6 +18,7 @@ struct WeightGradView {
 
 struct BackwardArguments {
   Problem problem;
+  PeerGroup group;
   std::int64_t tokens;  // T
   GradNeeds needs;
   const void* dy;  // bf16 [T, H], rows contiguous and 16-byte aligned
@@ -25,14 +26,14 @@ struct BackwardArguments {
   const void* x;  // likewise
   std::int64_t x_token_stride;
   TopkIds topk_idx;
-  TopkWeights topk_weights;
+  TopkWeights topk_weights;            // of a group contiguous
   WeightView w_gate_up;                // [L, 2I (or I), H]
   WeightView w_down;                   // [L, H, I]
   const void* bias_gate_up;            // bf16 [L, 2I (or I)] contiguous, or null
   const void* bias_down;               // bf16 [L, H] contiguous, or null
-  const void* h;                       // bf16 [T * K, 2I (or I)] contiguous; null: computed again
+  const void* h;                       // bf16 [T * K or row_capacity, 2I (or I)] contiguous; null: computed again
   const std::int32_t* expert_offsets;  // [L + 1], as the forward left it; -1 first: the step was refused
-  const std::int32_t* row_route;       // [T * K]
+  const std::int32_t* row_route;       // [T * K or row_capacity], likewise
   Activation activation;
   float alpha;
   float limit;  // infinity: no clamp

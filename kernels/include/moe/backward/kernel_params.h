@@ -58,6 +58,17 @@ struct BackwardParams : LayerParams {
 };
 
 #if defined(__CUDACC__)
+// The routing weight of a row: of a group's from where the plan task has gathered them.
+__device__ __forceinline__ float row_weight(const BackwardParams& params, std::int64_t row, std::int32_t row_route) {
+  const float* gathered = params.counters.plan.row_weights;
+  if (gathered != nullptr) return __ldg(gathered + row);
+  const auto top_k = static_cast<std::uint32_t>(params.problem.top_k);
+  const auto route = static_cast<std::uint32_t>(row_route);
+  const std::uint32_t t = route / top_k;
+  const TopkWeights& w = params.topk_weights;
+  return __ldg(w.weights + t * w.token_stride + (route - t * top_k) * w.slot_stride);
+}
+
 __device__ inline void poison_outputs(const BackwardParams& params) {
   const std::int64_t experts = params.problem.local_experts();
   poison_combined(params);

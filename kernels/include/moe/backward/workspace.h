@@ -17,7 +17,9 @@ class BackwardWorkspace {
 
   // Flags, the local regions without the forward's rings, then dx rows and dS by route, which one rank shares with
   // nobody.
-  std::int64_t bytes() const { return offset(Region::kRouteGrads) + size(Region::kRouteGrads); }
+  std::int64_t bytes() const {
+    return problem_.num_ranks == 1 ? offset(Region::kRouteGrads) + size(Region::kRouteGrads) : local(kNumRegions);
+  }
 
   std::int64_t flag_done_offset() const { return 0; }
   std::int64_t offset(Region region) const {
@@ -26,10 +28,10 @@ class BackwardWorkspace {
     return local(static_cast<std::int64_t>(region));
   }
 
-  // The plan's memory at `base`; `row_route` is the forward's output, which with one rank is the row order itself.
+  // The plan's memory at `base`; `row_route` is the forward's output.
   PlanMemory plan_memory(unsigned char* base, const std::int32_t* row_route) const {
-    PlanMemory memory = local_plan_memory(base + size(Region::kFlagDone), problem_, tiling_, schedule_);
-    memory.route_order = const_cast<std::int32_t*>(row_route);  // the backward only reads it
+    PlanMemory memory = local_plan_memory(base + kOwnFlagBytes, problem_, tiling_, schedule_);
+    memory.row_route = const_cast<std::int32_t*>(row_route);  // the backward only reads it
     return memory;
   }
 
@@ -40,7 +42,7 @@ class BackwardWorkspace {
     return round_up(region_bytes(region, problem_, tiling_, schedule_, kElement), kRegionAlignment);
   }
   std::int64_t local(std::int64_t region) const {
-    std::int64_t offset = size(Region::kFlagDone);
+    std::int64_t offset = kOwnFlagBytes;
     for (std::int64_t r = kFirstLocalRegion; r < region; ++r) {
       const auto before = static_cast<Region>(r);
       if (before != Region::kXRing && before != Region::kARing) offset += size(before);

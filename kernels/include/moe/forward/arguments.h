@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "moe/forward/status.h"
+#include "moe/peer/memory.h"
 #include "moe/plan/log.h"
 #include "moe/plan/problem.h"
 
@@ -50,6 +51,7 @@ struct LaunchOptions {
 
 struct ForwardArguments {
   Problem problem;
+  PeerGroup group;
   std::int64_t tokens;  // T
   const void* x;        // bf16 [T, H], rows contiguous and 16-byte aligned
   std::int64_t x_token_stride;
@@ -64,9 +66,9 @@ struct ForwardArguments {
   float limit;  // infinity: no clamp
   // outputs
   void* y;                             // bf16 [T, H] contiguous
-  void* h;                             // bf16 [T * K, 2I (or I)] contiguous, or null: not kept
+  void* h;                             // bf16 [T * K or row_capacity, 2I (or I)] contiguous, or null: not kept
   std::int32_t* saved_expert_offsets;  // [L + 1], all -1 if the step was refused
-  std::int32_t* row_route;             // [T * K]
+  std::int32_t* row_route;             // [T * K], of a group [row_capacity]; see route_bits
   LaunchOptions options;
 };
 

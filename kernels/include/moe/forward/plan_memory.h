@@ -20,8 +20,12 @@ struct PlanMemory {
   std::int32_t* counters;        // see counter_offset
   std::int32_t* class_counts;    // [W, E, 64], of all ranks
   std::int32_t* route_order;     // [T * K] of this rank: valid routes in row order, then -1
+  std::int32_t* row_route;       // of every row, see route_bits; with one rank the same memory
+  float* row_weights;            // backward, W > 1: [row_capacity] routing weight of every row
+  MeetingResult* meeting;        // W > 1
+  std::int64_t* token_starts;    // W > 1: [W]
   std::int64_t* expert_offsets;  // [L + 1]
-  RowSource* sources;            // [row_capacity], null where W = 1: there row i is position i of route_order
+  RowSource* sources;            // [row_capacity], W > 1, for tests; row_route says more
   TileTables tables;
   Task* tasks;
   std::int32_t* scratch;  // see plan_scratch.h
@@ -34,8 +38,8 @@ inline constexpr std::int64_t kDispatchTickets = 1;
 inline constexpr std::int64_t kCombineTickets = 2;
 inline constexpr std::int64_t kNumTickets = 3;
 
-// The local regions of a plan in memory that begins at `local`, and so all of it for one rank but route_order. They end
-// where the rings begin, and do not depend on those nor on the type of activations.
+// The local regions of a plan in memory that begins at `local`, and so all of it but route_order and row_route. They
+// end where the rings begin, and do not depend on those nor on the type of activations.
 inline PlanMemory local_plan_memory(void* local, const Problem& problem, const Tiling& tiling,
                                     const Schedule& schedule) {
   const auto at = [&](Region region) {
@@ -49,7 +53,12 @@ inline PlanMemory local_plan_memory(void* local, const Problem& problem, const T
   memory.counters = words(Region::kCounters);
   memory.class_counts = words(Region::kAllClassCounts);
   memory.expert_offsets = static_cast<std::int64_t*>(at(Region::kExpertOffsets));
-  if (problem.num_ranks > 1) memory.sources = static_cast<RowSource*>(at(Region::kRowSources));
+  if (problem.num_ranks > 1) {
+    memory.sources = static_cast<RowSource*>(at(Region::kRowSources));
+    memory.row_weights = static_cast<float*>(at(Region::kRowWeights));
+    memory.meeting = static_cast<MeetingResult*>(at(Region::kMeeting));
+    memory.token_starts = reinterpret_cast<std::int64_t*>(memory.meeting + 1);
+  }
   memory.tables = {static_cast<RowTile*>(at(Region::kRowTiles)), static_cast<Segment*>(at(Region::kSegments)),
                    words(Region::kMinibatchEnds), words(Region::kExpertTiles),
                    words(Region::kExpertTiles) + problem.local_experts() + 1};

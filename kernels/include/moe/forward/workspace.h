@@ -17,6 +17,8 @@ inline constexpr std::int64_t kElementBytes = 2;  // bf16
 // Leading bytes that are zeroed when the memory is allocated: the "done" flags, LaunchState, PlanSizes and the tickets,
 // with room for more. Known to hopper/workspaces.py.
 inline constexpr std::int64_t kZeroedBytes = 4096;
+// Of them, in front: the "done" flag of the only rank. A group has its flags in shared memory.
+inline constexpr std::int64_t kOwnFlagBytes = kRegionAlignment;
 
 class ForwardWorkspace {
  public:
@@ -24,18 +26,24 @@ class ForwardWorkspace {
       : problem_(problem), tiling_(choice.tiling), schedule_(choice.schedule) {}
 
   // Flags, the local regions of the forward, and the rows of o, which one rank shares with nobody.
-  std::int64_t bytes() const { return o_rows_offset() + size(Region::kRows); }
+  std::int64_t bytes() const { return o_rows_offset() + (problem_.num_ranks == 1 ? size(Region::kRows) : 0); }
 
   std::int64_t flag_done_offset() const { return 0; }
   std::int64_t offset(Region region) const {
-    return size(Region::kFlagDone) + region_offset(region, problem_, tiling_, schedule_, kElementBytes);
+    return kOwnFlagBytes + region_offset(region, problem_, tiling_, schedule_, kElementBytes);
   }
   std::int64_t o_rows_offset() const { return offset(Region::kDyRows); }
 
-  // The plan's memory at `base`; `row_route` is the op's output, which with one rank is the row order itself.
-  PlanMemory plan_memory(unsigned char* base, std::int32_t* row_route) const {
-    PlanMemory memory = local_plan_memory(base + size(Region::kFlagDone), problem_, tiling_, schedule_);
+  // The plan's memory at `base`; `row_route` is the op's output, which with one rank is the row order itself. `shared`
+  // is this rank's part of a group's memory.
+  PlanMemory plan_memory(unsigned char* base, std::int32_t* row_route, unsigned char* shared) const {
+    PlanMemory memory = local_plan_memory(base + kOwnFlagBytes, problem_, tiling_, schedule_);
+    memory.row_route = row_route;
     memory.route_order = row_route;
+    if (problem_.num_ranks == 1) return memory;
+    const std::int64_t order = region_offset(Region::kRouteOrder, problem_, tiling_, schedule_, kElementBytes);
+    memory.route_order = reinterpret_cast<std::int32_t*>(shared + order);
+    memory.sources = nullptr;
     return memory;
   }
 

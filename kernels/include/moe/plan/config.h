@@ -87,6 +87,11 @@ inline std::string config_fault(const PlanConfig& config) {
     return fault("max_tokens * top_k <= " + std::to_string(kMaxRoutes) + " with top_k = " + std::to_string(p.top_k),
                  p.max_tokens);
   }
+  if (p.max_routes() > std::int64_t{1} << route_bits(p.num_ranks)) {
+    return fault("max_tokens * top_k <= " + std::to_string(std::int64_t{1} << route_bits(p.num_ranks)) + " with " +
+                     std::to_string(p.num_ranks) + " ranks and top_k = " + std::to_string(p.top_k),
+                 p.max_tokens);
+  }
   if (kRowTile % config.tiling.piece_rows != 0) {
     return fault("piece_rows a divisor of " + std::to_string(kRowTile), config.tiling.piece_rows);
   }

@@ -21,6 +21,7 @@ enum class Region : std::int32_t {
   kFlagReady = 0,  // [W] int64 generation, plus the header that must agree
   kHeader,         // [W] RankHeader: what each rank is about to do
   kFlagDone,       // [W] int64 generation
+  kAbort,          // int64: 0, or 1 + the rank because of which another rank has given up
   kClassCounts,    // [E, 64] int32
   kRouteOrder,     // [max_T * K] int32
   kRouteWeights,   // [max_T * K] float32
@@ -34,10 +35,10 @@ enum class Region : std::int32_t {
   kTickets,         // 3 x int32, each in a cache line of its own: compute stream, pieces, combine
   kCounters,        // see counter_offset
   kAllClassCounts,  // [W, E, 64] int32, copies of the peers'
+  kMeeting,         // MeetingResult, then [W] int64: where each rank's tokens start in the global order
   kExpertOffsets,   // [L + 1] int64
   kRowSources,      // [row_capacity] RowSource
-  kRowRoutes,       // [row_capacity] int32: route number t * K + k on the home rank, stored by pull roles
-  kRowWeights,      // [row_capacity] float32 backward: s of each row, stored by pull roles
+  kRowWeights,      // [row_capacity] float32 backward: s of each row
   kRowTiles,        // [max_row_tiles] RowTile
   kSegments,        // [max_row_tiles] Segment
   kMinibatchEnds,   // [max_row_tiles] int32
@@ -52,24 +53,55 @@ enum class Region : std::int32_t {
   kDh,              // [max_row_tiles, kRowTile, 2I] backward: dh, before it recomputed h
   kPartials,        // [max_row_tiles, kRowTile, ceil(I / 128)] float32 backward: dS partials
 };
-inline constexpr std::int64_t kNumRegions = 32;
+inline constexpr std::int64_t kNumRegions = 33;
 inline constexpr std::int64_t kFirstLocalRegion = static_cast<std::int64_t>(Region::kLaunch);
 // Bytes. TMA needs 128 for its swizzle atoms; a pair of cache lines is 256.
 inline constexpr std::int64_t kRegionAlignment = 256;
 inline constexpr std::int64_t kRowAlignment = 16;     // bytes; the stride of TMA and the unit of bulk copies
 inline constexpr std::int64_t kPartialColumns = 128;  // columns of one dS partial sum
 
+// What must agree on all ranks, in the order in which a difference is looked for. Named in hopper/peer_status.py.
+enum class HeaderField : std::int32_t {
+  kDirection = 0,
+  kHidden,
+  kWidth,
+  kNumExperts,
+  kTopK,
+  kMaxTokens,
+  kRowCapacity,
+  kActivation,  // Activation, and the bits of its parameters
+  kAlpha,
+  kLimit,
+  kNeeds,   // mask of the gradients asked for
+  kSendsX,  // backward: x travels, for the gradient of w_gate_up or to compute h again
+};
+inline constexpr std::int64_t kHeaderFields = 12;
+
 // What a rank publishes with flag 1 and every other rank compares.
 struct RankHeader {
-  std::int64_t generation;
   std::int64_t tokens;     // T
-  std::int32_t operation;  // direction, activation and options, hashed by the host
-  std::int32_t hidden;
-  std::int32_t top_k;
-  std::int32_t dtype;
-  std::int32_t grad_mask;
-  std::int32_t status;  // 0, or why this rank refuses the step
+  std::int64_t refuses;    // 1: this rank's own arguments were refused, nothing else here counts
+  std::int64_t bad_route;  // position t * K + k of its first bad id, or -1
+  std::int64_t bad_id;
+  std::int64_t fields[kHeaderFields];
 };
+
+// What the ranks have decided when they met; the same on all of them unless one has given up.
+struct MeetingResult {
+  std::int64_t refused;    // 1: no work is done, outputs are NaN
+  std::int64_t aborted;    // 1: a rank did not come in time, ...
+  std::int64_t culprit;    // ... this one
+  std::int64_t full_rank;  // the rank that would get the most rows, if it cannot hold them, or -1
+  std::int64_t full_rows;  // and how many
+};
+
+// `row_route` of a row: its home rank in the upper bits, its route number t * K + k there in this many lower ones. With
+// one rank it is the route number.
+MOE_HOST_DEVICE constexpr std::int32_t route_bits(std::int64_t num_ranks) {
+  std::int32_t bits = 31;
+  while (std::int64_t{1} << (31 - bits) < num_ranks) --bits;
+  return bits;
+}
 
 // What launches share. The last block to leave a launch, which finds blocks_left at the number of blocks, zeroes it and
 // advances the generation, so that a replayed graph advances it too and a block that starts late still reads its own.
@@ -90,7 +122,8 @@ struct PlanSizes {
   std::int64_t num_down_dgrad;
   std::int64_t num_gate_up_dgrad;
   std::int64_t refused;  // 1: outputs are NaN
-  std::int64_t aborted;  // set by a wait that has run out of time: from then on no wait of this launch waits
+  // 0, or 1 + the rank because of which a wait has run out of time: from then on no wait of this launch waits.
+  std::int64_t aborted;
 };
 
 // int32 counters of one launch, one array after the other, zeroed by the plan task before anything waits for them.
@@ -138,6 +171,8 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return p.num_ranks * 8;
     case Region::kHeader:
       return p.num_ranks * static_cast<std::int64_t>(sizeof(RankHeader));
+    case Region::kAbort:
+      return 8;
     case Region::kClassCounts:
       return p.num_experts * kTokenResidues * 4;
     case Region::kRouteOrder:
@@ -157,11 +192,12 @@ MOE_HOST_DEVICE constexpr std::int64_t region_bytes(Region region, const Problem
       return 4 * counter_offset(static_cast<Counter>(kNumCounters), p);
     case Region::kAllClassCounts:
       return p.num_ranks * p.num_experts * kTokenResidues * 4;
+    case Region::kMeeting:
+      return static_cast<std::int64_t>(sizeof(MeetingResult)) + p.num_ranks * 8;
     case Region::kExpertOffsets:
       return (p.local_experts() + 1) * 8;
     case Region::kRowSources:
       return p.row_capacity * static_cast<std::int64_t>(sizeof(RowSource));
-    case Region::kRowRoutes:
     case Region::kRowWeights:
       return p.row_capacity * 4;
     case Region::kRowTiles:

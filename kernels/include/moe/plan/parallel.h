@@ -65,20 +65,26 @@ MOE_HOST_DEVICE void plan_own_routes(Cluster& cluster, const SortJob<Id>& sort, 
   }
 }
 
-// Plans the rank of `plan` from the counts of all ranks. Requires its rows to fit their capacity.
+// Plans the rank of `plan` from the counts of all ranks. Where they have met and refuse the step, or a rank cannot hold
+// its rows, the plan is that of a refused step; without a meeting rows must fit their capacity.
 template <typename Cluster>
-MOE_HOST_DEVICE void plan_all_routes(Cluster& cluster, const RankRoutes& routes, const PlanJob& plan) {
+MOE_HOST_DEVICE void plan_all_routes(Cluster& cluster, const RankRoutes& routes, const PlanJob& plan,
+                                     std::int64_t row_capacity) {
+  const bool merges = plan.sources != nullptr || plan.row_route != nullptr;
+  const bool met = plan.meeting != nullptr;
   cluster.stage([&](auto& block) {
     block.phase([&](const Thread& me) { clear_counters(me, plan); });
-    count_ranks(block, routes, plan.scratch);
+    if (!met || plan.meeting->refused == 0) count_ranks(block, routes, plan.scratch);
   });
-  if (plan.sources != nullptr) {
-    cluster.stage([&](auto& block) { sum_positions(block, routes, plan.scratch); });
-  }
   cluster.stage([&](auto& block) {
-    sum_ranks(block, plan);
-    build_in_parallel(block, plan, false);
-    if (plan.sources != nullptr) merge_in_parallel(block, plan, routes);
+    if (merges && (!met || plan.meeting->refused == 0)) sum_positions(block, routes, plan.scratch);
+  });
+  cluster.stage([&](auto& block) {
+    bool refused = met && plan.meeting->refused != 0;
+    if (met && !refused) refused = !rows_fit(block, plan, routes, row_capacity);
+    sum_ranks(block, plan, refused);
+    build_in_parallel(block, plan, refused);
+    if (merges && !refused) merge_in_parallel(block, plan, routes);
   });
 }
 

@@ -303,11 +303,13 @@ MOE_HOST_DEVICE inline void fill_backward_ends(const Thread& me, const BackwardJ
 }
 
 // Plans a backward from the expert offsets [L + 1] that the forward has saved: all of them -1 if it has refused the
-// step. Then there are no tiles and no tile tasks, but the gradients of weights and biases, which become NaN.
+// step, as the meeting of a group may also do. Then there are no tiles and no tile tasks, but the gradients of weights
+// and biases, which become NaN.
 template <typename Cluster>
 MOE_HOST_DEVICE void plan_saved_offsets(Cluster& cluster, const std::int32_t* offsets, const BackwardJob& job) {
   cluster.stage([&](auto& block) {
-    const bool refused = offsets[0] < 0;
+    const MeetingResult* meeting = job.plan.meeting;
+    const bool refused = offsets[0] < 0 || (meeting != nullptr && meeting->refused != 0);
     const BackwardSums sums = backward_sums(block, job.plan.shape);
     sum_offsets(block, job, sums, offsets, refused);
     const BackwardParts parts = find_backward(block, job, sums, refused);

@@ -17,6 +17,18 @@
 
 namespace moe {
 
+// The route order of every rank of a group, in the memory that they share.
+struct PeerRoutes {
+  const unsigned char* const* bases;  // [W]
+  std::int64_t offset;                // bytes, the same on every rank
+  std::int32_t bits;                  // see route_bits
+
+  MOE_HOST_DEVICE std::int32_t row_route(std::int32_t rank, std::int32_t position) const {
+    const auto* order = reinterpret_cast<const std::int32_t*>(bases[rank] + offset);
+    return rank << bits | order[position];
+  }
+};
+
 struct PlanJob {
   PlanShape shape;
   PlanScratch scratch;
@@ -27,8 +39,12 @@ struct PlanJob {
   TileTables tables;
   Task* tasks;
   PlanSizes* sizes;
-  RowSource* sources;      // [R], W > 1; see parallel_rows.h
-  std::int32_t* counters;  // zeroed
+  // W > 1, see parallel_rows.h
+  RowSource* sources;       // [R], or null
+  std::int32_t* row_route;  // [R], or null
+  PeerRoutes peer_routes;   // read for row_route
+  MeetingResult* meeting;   // what the ranks have decided before, or null: the rows are known to fit
+  std::int32_t* counters;   // zeroed
   std::int64_t num_counters;
   std::int32_t* tickets;  // zeroed
   std::int64_t num_tickets;
@@ -63,15 +79,15 @@ MOE_HOST_DEVICE void sum_column(const Warp& warp, const ExpertSums& sums, std::i
   }
 }
 
-// Sums over experts from the counts of ranks, in every block.
+// Sums over experts from the counts of ranks, in every block. Of a refused step no expert has rows.
 template <typename Block>
-MOE_HOST_DEVICE void sum_ranks(Block& block, const PlanJob& job) {
+MOE_HOST_DEVICE void sum_ranks(Block& block, const PlanJob& job, bool refused) {
   const PlanShape& shape = job.shape;
   const ExpertSums sums = expert_sums(block, shape);
   block.phase([&](const Thread& me) {
     me.each(sums.experts, [&](std::int32_t e) {
       std::int32_t rows = 0;
-      for (std::int32_t part = 0; part < job.num_parts; ++part) {
+      for (std::int32_t part = 0; part < job.num_parts && !refused; ++part) {
         rows += job.scratch.part_counts[std::int64_t{part} * shape.num_experts + shape.first_expert + e];
       }
       set_expert(sums, shape, e, rows, rows);

@@ -39,6 +39,43 @@ MOE_HOST_DEVICE void sum_positions(Block& block, const RankRoutes& routes, const
   }
 }
 
+// Whether every rank can hold the rows that it gets, by the positions of the second stage; if not, block 0 leaves in
+// `meeting` which rank gets the most. Every block, and every rank, comes to the same answer.
+template <typename Block>
+MOE_HOST_DEVICE bool rows_fit(Block& block, const PlanJob& job, const RankRoutes& routes, std::int64_t row_capacity) {
+  const ExpertSplit split{routes.num_experts, routes.num_ranks};
+  std::int32_t* const most = block.shared() + plan_lasting_words(job.shape.local_experts) - 3;
+  std::int32_t* const full = most + 1;
+  const auto rows_of = [&](std::int32_t reader) {
+    std::int32_t rows = 0;
+    for (std::int64_t rank = 0; rank < routes.num_ranks; ++rank) {
+      const std::int32_t* positions = job.scratch.positions + rank * (routes.num_experts + 1);
+      rows += positions[split.begin(reader + 1)] - positions[split.begin(reader)];
+    }
+    return rows;
+  };
+  const auto num_ranks = static_cast<std::int32_t>(routes.num_ranks);
+  block.phase([&](const Thread& me) {
+    if (me.index != 0) return;
+    *most = 0;
+    *full = num_ranks;
+  });
+  // The smallest of what is below zero is the most rows.
+  block.phase([&](const Thread& me) { me.each(num_ranks, [&](std::int32_t r) { block.lower(most, -rows_of(r)); }); });
+  block.phase([&](const Thread& me) {
+    me.each(num_ranks, [&](std::int32_t r) {
+      if (rows_of(r) == -*most) block.lower(full, r);
+    });
+  });
+  const bool fit = -std::int64_t{*most} <= row_capacity;
+  block.phase([&](const Thread& me) {
+    if (me.index != 0 || block.index != 0 || fit) return;
+    job.meeting->full_rank = *full;
+    job.meeting->full_rows = -*most;
+  });
+  return fit;
+}
+
 // Rows of a block's experts are runs, each of one (expert, class of g, rank), in that order: this many in [begin, end).
 struct BlockRuns {
   std::int32_t begin;  // first local expert of the block
@@ -59,7 +96,7 @@ MOE_HOST_DEVICE BlockRuns block_runs(const Block& block, const PlanJob& job) {
   return {begin, end, count, at, at + count + 1};
 }
 
-// Third stage, behind build_in_parallel: sources. Each block takes some of the experts.
+// Third stage, behind build_in_parallel: sources and row_route. Each block takes some of the experts.
 template <typename Block>
 MOE_HOST_DEVICE void merge_in_parallel(Block& block, const PlanJob& job, const RankRoutes& routes) {
   const auto classes = static_cast<std::int32_t>(kTokenResidues);
@@ -93,7 +130,8 @@ MOE_HOST_DEVICE void merge_in_parallel(Block& block, const PlanJob& job, const R
           runs.positions[(rank * experts + expert) * classes + local] - runs.positions[rank * experts * classes];
       const std::int32_t position =
           job.scratch.positions[rank * (routes.num_experts + 1) + first_expert] + before + i - runs.rows[run];
-      job.sources[first_row + i] = {rank, position};
+      if (job.sources != nullptr) job.sources[first_row + i] = {rank, position};
+      if (job.row_route != nullptr) job.row_route[first_row + i] = job.peer_routes.row_route(rank, position);
     });
   });
 }

@@ -28,7 +28,7 @@ class CombineRole {
     bool waited = false;
     while (ticket < end) {
       const std::int32_t next = claim_ahead();
-      if (lane_ == 0) wait(ticket, waited);
+      wait(ticket, waited);
       waited = true;
       __syncwarp();
       const bool refused = params_.counters.plan.sizes->refused != 0 || counters_.aborted();
@@ -74,11 +74,14 @@ class CombineRole {
     return lane_ == 0 ? atomicAdd(params_.counters.plan.tickets + kCombineTickets * kTicketStride, 1) : 0;
   }
 
-  // "Done" of all ranks, once; the log of a test wants to see it for every ticket.
+  // "Done" of all ranks, once, each lane those of some; the log of a test wants to see it for every ticket.
   __device__ void wait(std::int32_t ticket, bool waited) const {
     const Site site{agent_, Role::kPull, TaskKind::kCombine, ticket};
-    counters_.log_claim(site, Stream::kPull);
-    if (!waited || params_.counters.log.records != nullptr) counters_.wait_done(site);
+    const bool logs = params_.counters.log.records != nullptr;
+    if (lane_ == 0) counters_.log_claim(site, Stream::kPull);
+    if (logs) __syncwarp();
+    if (waited && !logs) return;
+    for (std::int64_t peer = lane_; peer < params_.problem.num_ranks; peer += 32) counters_.wait_done_of(site, peer);
   }
 
   // Lane k of a group of 32 routes knows the k-th: its weight, and whether it counts.

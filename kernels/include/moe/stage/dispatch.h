@@ -57,7 +57,7 @@ class PullRole {
   __device__ std::int32_t claim() const { return __shfl_sync(kAll, claim_ahead(), 0); }
   __device__ Site site(std::int32_t ticket) const { return {block_, Role::kPull, TaskKind::kDispatch, ticket}; }
 
-  // Rows of one piece: lane r knows the token of row r.
+  // Rows of one piece: lane r knows where the token of row r lies.
   __device__ void move(std::int32_t ticket) {
     const PullTicket pull = Protocol<kDirection>::pull_task(plan_, ticket);
     if (lane_ == 0) counters_.log_claim(site(ticket), Stream::kPull);
@@ -65,13 +65,10 @@ class PullRole {
     const auto rows = static_cast<std::int32_t>(rows_of_piece(tile, pull.piece, plan_.tiling));
     if (rows == 0) return;
     const auto first = static_cast<std::int32_t>(pull.piece * plan_.tiling.piece_rows);
-    std::int32_t token = 0;
-    if (lane_ < rows) {
-      const std::int32_t route = params_.counters.plan.route_order[tile.row_begin + first + lane_];
-      token = route / static_cast<std::int32_t>(plan_.problem.top_k);
-    }
-    wait_for_slot(pull, ticket);
     const PullSource& source = params_.sources[pull.source];
+    const unsigned char* from = source.rows;
+    if (lane_ < rows) from = token_row(source, pull.source, tile.row_begin + first + lane_);
+    wait_for_slot(pull, ticket);
     unsigned char* const tile_rows = source.tiles + pull.tile % source.slots * kRowTile * row_bytes_;
     unsigned char* const to = tile_rows + std::int64_t{first} * row_bytes_;
     if constexpr (kDirection == Direction::kBackward) {
@@ -86,10 +83,20 @@ class PullRole {
       const std::int32_t offset = owns ? chunk % parts_ * chunk_bytes_ : 0;
       const std::int32_t left = row_bytes_ - offset;
       const std::int32_t bytes = owns ? (left < chunk_bytes_ ? left : chunk_bytes_) : 0;
-      const std::int64_t from_token = __shfl_sync(kAll, token, row);
-      start_batch(source.rows + from_token * source.token_bytes + offset, to + std::int64_t{row} * row_bytes_ + offset,
-                  bytes, begin + lanes_ >= chunks ? ticket : -1);
+      const auto row_address = __shfl_sync(kAll, reinterpret_cast<unsigned long long>(from), row);
+      start_batch(reinterpret_cast<const unsigned char*>(row_address) + offset,
+                  to + std::int64_t{row} * row_bytes_ + offset, bytes, begin + lanes_ >= chunks ? ticket : -1);
     }
+  }
+
+  // The row of the token that row `row` is one of.
+  __device__ const unsigned char* token_row(const PullSource& source, std::int32_t number, std::int64_t row) const {
+    const PeerMemory& peers = params_.counters.peers;
+    const std::int32_t row_route = params_.counters.plan.row_route[row];
+    const std::int32_t token = peers.route(row_route) / static_cast<std::int32_t>(plan_.problem.top_k);
+    const unsigned char* rows =
+        peers.shared() ? peers.at<unsigned char>(peers.home(row_route), peers.tokens[number]) : source.rows;
+    return rows + token * source.token_bytes;
   }
 
   // Zeroes rows behind the last of a tile. The fence lets the loads of others see it, which the async proxy makes; what

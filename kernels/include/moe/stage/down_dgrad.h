@@ -24,16 +24,12 @@ struct DgradTile {
 
 // The routing weights of a thread's rows, 0 behind the last. Asked for before the K loop, so that the answer is there
 // after it.
-__device__ __forceinline__ void read_route_weights(const BackwardParams& params, const std::int32_t (&routes)[2],
-                                                   float (&weights)[2]) {
-  const auto top_k = static_cast<std::uint32_t>(params.problem.top_k);
+__device__ __forceinline__ void read_route_weights(const BackwardParams& params, std::int32_t row_begin,
+                                                   const std::int32_t (&routes)[2], float (&weights)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (routes[half] < 0) continue;
-    const auto route = static_cast<std::uint32_t>(routes[half]);
-    const std::uint32_t t = route / top_k;
-    const TopkWeights& w = params.topk_weights;
-    weights[half] = __ldg(w.weights + t * w.token_stride + (route - t * top_k) * w.slot_stride);
+    weights[half] = row_weight(params, row_begin + TilePlace::of_thread().row + 8 * half, routes[half]);
   }
 }
 

@@ -99,7 +99,7 @@ class GradientRole {
                    {0.0f, 0.0f}};
     std::int32_t routes[2] = {-1, -1};
     if (works) read_routes(params_, slot.row_begin, slot.rows, routes);
-    if (works && down) read_route_weights(params_, routes, tile.weights);
+    if (works && down) read_route_weights(params_, slot.row_begin, routes, tile.weights);
     if (down && !params_.needs.da()) {
       task_end_.now();
       may_store();
@@ -112,7 +112,8 @@ class GradientRole {
     if (works && down) {
       down_dgrad_epilogue(accumulators, params_, tile);
     } else if (works) {
-      store_routed_rows(accumulators, params_.dx_rows, params_.problem.hidden, tile.column, routes);
+      store_routed_rows(accumulators, params_.counters.peers, params_.dx_rows, params_.problem.hidden, tile.column,
+                        routes);
     }
     return works && down;
   }

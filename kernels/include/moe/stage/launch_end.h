@@ -2,6 +2,7 @@
 // leave prepares the memory for the next launch.
 #pragma once
 
+#include "moe/peer/abort.h"
 #include "moe/stage/layer_params.h"
 
 namespace moe {
@@ -21,6 +22,8 @@ __device__ inline bool leave_launch(const LayerParams& params, std::int32_t& is_
       memory.launch->blocks_left = 0;
       for (std::int64_t stream = 0; stream <= kCombineTickets; ++stream) memory.tickets[stream * kTicketStride] = 0;
       if (ends_step) memory.launch->generation += 1;
+      const PeerMemory& peers = params.counters.peers;
+      if (memory.sizes->aborted != 0 && peers.shared()) abort_peers(peers, memory.sizes->aborted - 1);
     }
   }
   __syncthreads();

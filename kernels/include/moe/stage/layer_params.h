@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "moe/forward/arguments.h"
+#include "moe/peer/memory.h"
 #include "moe/plan/dependencies.h"
 #include "moe/sync/counters.h"
 
@@ -38,7 +39,7 @@ struct ActivationParams {
 
 // Rows of tokens, and where the pulling warps put those of each row tile.
 struct PullSource {
-  const unsigned char* rows;  // bf16 [T, H]
+  const unsigned char* rows;  // bf16 [T, H]; of a group they lie in shared memory, at PeerMemory::tokens
   std::int64_t token_bytes;   // from one token's row to the next
   unsigned char* tiles;       // bf16 [slots, 128, H]: tile i at i mod slots
   std::int64_t slots;
@@ -67,6 +68,14 @@ struct LayerParams {
   PullSource sources[2];  // by PullTicket::source
   CombineParams combine;
 };
+
+// Where a row of `own` [T * K, width], at `offset` of a group's memory, lies on the home rank of its token.
+template <typename T>
+MOE_HOST_DEVICE inline T* home_row(const PeerMemory& peers, T* own, std::int64_t offset, std::int64_t width,
+                                   std::int32_t row_route) {
+  if (!peers.shared()) return own + row_route * width;
+  return peers.at<T>(peers.home(row_route), offset) + peers.route(row_route) * width;
+}
 
 // Call behind the wait for kPlanReady.
 MOE_HOST_DEVICE inline Plan plan_of_launch(const LayerParams& p, std::int64_t generation) {

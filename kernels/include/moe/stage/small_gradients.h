@@ -34,7 +34,7 @@ __device__ inline void route_gradients(const BackwardParams& params, std::int32_
   const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
   const auto hidden = static_cast<std::int32_t>(params.problem.hidden);
   const auto groups = static_cast<std::int32_t>(ceil_div(params.problem.width, kPartialColumns));
-  const std::int32_t* routes = params.counters.plan.route_order + row_begin;
+  const std::int32_t* routes = params.counters.plan.row_route + row_begin;
   const std::int32_t first = 16 * compute_warp();
   float grad = 0.0f;
   if (lane < 16 && first + lane < rows) {
@@ -48,7 +48,10 @@ __device__ inline void route_gradients(const BackwardParams& params, std::int32_
       if (lane == i) grad += dot;
     }
   }
-  if (lane < 16 && first + lane < rows) params.route_grads[routes[first + lane]] = grad;
+  if (lane < 16 && first + lane < rows) {
+    *home_row(params.counters.peers, params.route_grads, params.counters.peers.route_grads, 1, routes[first + lane]) =
+        grad;
+  }
 }
 
 // Sums 256 columns of an expert's rows, 32 of them a warp: four lanes share a row, 8 columns each, and eight rows are
@@ -97,13 +100,9 @@ __device__ inline void bias_gradient(const BackwardParams& params, bool down, st
   }
   const std::uint16_t* from = (down ? params.dy_tiles : params.dh) + tile_row * width + column;
   if (down) {
-    const auto top_k = static_cast<std::uint32_t>(params.problem.top_k);
-    const std::int32_t* routes = params.counters.plan.route_order + row_begin;
-    sum_columns(from, width, rows, columns, to, [&](std::int32_t row) {
-      const auto route = static_cast<std::uint32_t>(routes[row]);
-      const TopkWeights& w = params.topk_weights;
-      return __ldg(w.weights + route / top_k * w.token_stride + route % top_k * w.slot_stride);
-    });
+    const std::int32_t* routes = params.counters.plan.row_route + row_begin;
+    sum_columns(from, width, rows, columns, to,
+                [&](std::int32_t row) { return row_weight(params, row_begin + row, routes[row]); });
   } else {
     sum_columns(from, width, rows, columns, to, [](std::int32_t) { return 1.0f; });
   }

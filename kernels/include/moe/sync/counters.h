@@ -11,8 +11,10 @@
 
 #include "moe/forward/plan_memory.h"
 #include "moe/forward/status.h"
+#include "moe/peer/memory.h"
 #include "moe/plan/edges.h"
 #include "moe/plan/log.h"
+#include "moe/sync/access.h"
 #include "moe/sync/report.h"
 
 namespace moe {
@@ -20,7 +22,9 @@ namespace moe {
 // Where counters and flags of this rank lie, and what a test wants of them.
 struct CounterMemory {
   PlanMemory plan;
-  std::int64_t* flag_done;  // [W] generation, see Region::kFlagDone
+  PeerMemory peers;
+  std::int64_t* flag_done;         // [W] generation in this rank's memory, see Region::kFlagDone
+  const std::int64_t* abort_word;  // see Region::kAbort; null with one rank
   StepStatus* status;
   std::int64_t timeout_ns;
   std::int32_t skip_counter;  // raises of this counter's element skip_index are left out, or -1
@@ -35,35 +39,6 @@ struct Site {
   TaskKind task;
   std::int32_t ticket;
 };
-
-__device__ inline std::int32_t load_acquire_gpu(const std::int32_t* address) {
-  std::int32_t value;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ inline std::int64_t load_acquire_gpu(const std::int64_t* address) {
-  std::int64_t value;
-  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ inline std::int64_t load_acquire_system(const std::int64_t* address) {
-  std::int64_t value;
-  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ inline std::int64_t load_relaxed(const std::int64_t* address) {
-  std::int64_t value;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ inline void store_release_system(std::int64_t* address, std::int64_t value) {
-  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-__device__ inline void add_release_gpu(std::int32_t* address, std::int32_t amount) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(amount) : "memory");
-}
-// Orders accesses of the generic proxy and of the async proxy (TMA, bulk copies) to global memory, either way.
-__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 class Counters {
  public:
@@ -107,19 +82,26 @@ class Counters {
     add_release_gpu(address(raise.counter, raise.index), static_cast<std::int32_t>(raise.amount));
   }
 
-  // "Done" of this rank to every rank, and the wait for every rank's. With one rank both concern its own flag.
+  // "Done" of this rank to every rank, and the wait for every rank's. With one rank both concern its own flag. A rank
+  // that has given up is not done: what it has stored may be wrong.
   __device__ void raise_done(const Site& site) const {
-    if (is_skipped(Counter::kPeerDone, problem_.rank)) return;
-    write_log(LogEvent::kRaise, site, Counter::kPeerDone, problem_.rank, generation_);
-    store_release_system(memory_.flag_done + problem_.rank, generation_);
+    const PeerMemory& peers = memory_.peers;
+    if (peers.shared() && aborted()) return;
+    for (std::int64_t peer = 0; peer < problem_.num_ranks; ++peer) {
+      if (is_skipped(Counter::kPeerDone, peer)) continue;
+      write_log(LogEvent::kRaise, site, Counter::kPeerDone, peer, generation_);
+      std::int64_t* flags = peers.shared() ? peers.at<std::int64_t>(peer, peers.flag_done) : memory_.flag_done;
+      store_release_system(flags + problem_.rank, generation_);
+    }
   }
   __device__ void wait_done(const Site& site) const {
-    for (std::int64_t peer = 0; peer < problem_.num_ranks; ++peer) {
-      const std::int64_t* flag = memory_.flag_done + peer;
-      const std::int64_t seen =
-          spin(site, Counter::kPeerDone, peer, generation_, [&] { return load_acquire_system(flag); });
-      write_log(LogEvent::kWait, site, Counter::kPeerDone, peer, seen);
-    }
+    for (std::int64_t peer = 0; peer < problem_.num_ranks; ++peer) wait_done_of(site, peer);
+  }
+  __device__ void wait_done_of(const Site& site, std::int64_t peer) const {
+    const std::int64_t* flag = memory_.flag_done + peer;
+    const std::int64_t seen =
+        spin(site, Counter::kPeerDone, peer, generation_, [&] { return load_acquire_system(flag); });
+    write_log(LogEvent::kWait, site, Counter::kPeerDone, peer, seen);
   }
 
   __device__ void log_claim(const Site& site, Stream stream) const {
@@ -153,6 +135,13 @@ class Counters {
       __nanosleep(40);
       seen = read();
       if (seen >= target || aborted()) break;
+      if (memory_.abort_word != nullptr) {
+        const std::int64_t culprit = load_relaxed_system(memory_.abort_word) - 1;
+        if (culprit >= 0) {
+          follow_abort(culprit);
+          break;
+        }
+      }
       if (global_ns() - begin > patience) {
         report_timeout(site, counter, index, target, seen);
         break;
@@ -163,8 +152,8 @@ class Counters {
 
   __device__ __noinline__ void report_timeout(const Site& site, Counter counter, std::int64_t index,
                                               std::int64_t expected, std::int64_t seen) const {
-    auto* aborted = reinterpret_cast<unsigned long long*>(&memory_.plan.sizes->aborted);
-    if (atomicCAS(aborted, 0ULL, 1ULL) != 0ULL) return;
+    // Only flags are raised by peers.
+    if (!abort_launch(counter_crosses_ranks(counter) ? index : problem_.rank)) return;
     const std::int64_t values[] = {site.block,
                                    static_cast<std::int64_t>(site.role),
                                    static_cast<std::int64_t>(site.task),
@@ -175,6 +164,16 @@ class Counters {
                                    seen,
                                    memory_.timeout_ns};
     report_status(*memory_.status, StatusCode::kTimeout, values);
+  }
+
+  __device__ __noinline__ void follow_abort(std::int64_t culprit) const {
+    if (abort_launch(culprit)) report_status(*memory_.status, StatusCode::kPeerAborted, {culprit});
+  }
+
+  // Whether this is the first to do so. The end of the launch tells the other ranks because of whom.
+  __device__ bool abort_launch(std::int64_t culprit) const {
+    auto* aborted = reinterpret_cast<unsigned long long*>(&memory_.plan.sizes->aborted);
+    return atomicCAS(aborted, 0ULL, static_cast<unsigned long long>(culprit + 1)) == 0ULL;
   }
 
   // A raise is stamped before the access, a wait after it.
