@@ -2,7 +2,8 @@
 // whoever touches memory in another way, or by another proxy, changes this file and sees whether the edges still hold.
 //
 // Conservative choices: a task reads its operands whole, block 1 too where a pair has a single column; a combine of any
-// token of a rank is ordered against every row it sums; nothing that a peer may write is read twice.
+// token of a rank is ordered against every row it sums; class counts are published and read in backward as well, which
+// has its expert offsets saved; nothing that a peer may write is read twice.
 #include "proof/accesses.h"
 
 #include <cstdint>
@@ -72,6 +73,19 @@ void read_tables(World& world, const Agent& agent, Accesses& access) {
   access.read(agent.rank, PlaceKind::kTables, 0, 0, make_tag(world.generation(agent), 0, 0));
 }
 
+// Home rank, route number and, in backward, weight of rows. Route numbers of a backward come saved from an earlier
+// launch of the rank; here the whole table is the plan task's.
+void read_row_table(World& world, const Agent& agent, Accesses& access) {
+  access.read(agent.rank, PlaceKind::kRowTable, 0, 0, make_tag(world.generation(agent), 0, 0));
+}
+
+// Weights of rows in backward: from the row table, where the only rank may as well read its own.
+void read_row_weights(World& world, const Agent& agent, Accesses& access) {
+  read_row_table(world, agent, access);
+  if (world.num_ranks() > 1) return;
+  access.read(agent.rank, PlaceKind::kWeights, 0, 0, make_tag(world.generation(agent), 0, 0));
+}
+
 // -- stream and plan --------------------------------------------------------------------------------------------------
 
 // Earlier kernels of the stream fill the buffers that peers will read. The rank's launch index still is the last one's.
@@ -88,20 +102,25 @@ void publish(World& world, const Agent& agent) {
   Accesses access = generic(world, agent);
   const Tag tag = make_tag(world.generation(agent), 0, 0);
   access.write(agent.rank, PlaceKind::kClassCounts, 0, 0, tag);
-  access.write(agent.rank, PlaceKind::kRouteOrder, 0, 0, tag);
+  if (world.plan(agent).direction == Direction::kForward) access.write(agent.rank, PlaceKind::kRouteOrder, 0, 0, tag);
   for (std::int64_t peer = 0; peer < world.num_ranks(); ++peer) {
     access.write(peer, PlaceKind::kHeader, agent.rank, 0, tag);
   }
 }
 
+// Behind flag 1 of all ranks. The row table is made of the peers' route orders in forward, of their weights in
+// backward: no other role reads either from a peer.
 void build(World& world, const Agent& agent) {
   Accesses access = generic(world, agent);
   const Tag tag = make_tag(world.generation(agent), 0, 0);
+  const bool forward = world.plan(agent).direction == Direction::kForward;
   for (std::int64_t peer = 0; peer < world.num_ranks(); ++peer) {
     access.read(agent.rank, PlaceKind::kHeader, peer, 0, tag);
     access.read(peer, PlaceKind::kClassCounts, 0, 0, tag);
+    access.read(peer, forward ? PlaceKind::kRouteOrder : PlaceKind::kWeights, 0, 0, tag);
   }
   access.write(agent.rank, PlaceKind::kTables, 0, 0, tag);
+  access.write(agent.rank, PlaceKind::kRowTable, 0, 0, tag);
 }
 
 // -- load -------------------------------------------------------------------------------------------------------------
@@ -191,14 +210,14 @@ void issue_loads(World& world, Agent& agent) {
 
 // -- compute ----------------------------------------------------------------------------------------------------------
 
-// Rows of a tile, or their dS, to where their tokens live. Route numbers come from the table that pull filled.
+// Rows of a tile, or their dS, to where their tokens live.
 void store_home(World& world, const Agent& agent, Accesses& access, PlaceKind kind, std::int64_t tile,
                 std::int64_t column) {
   const RankLaunch& side = world.side(agent);
   const std::vector<RankLaunch>& ranks = world.launch(agent).ranks;
   const RowTile& rows = side.plan().tables.tiles[tile];
   const std::int64_t expert = global_expert(side.plan(), rows.expert);
-  read_pieces(world, agent, access, PlaceKind::kRowTable, tile, tile);
+  read_row_table(world, agent, access);
   for (std::int64_t row = rows.row_begin; row < rows.row_begin + rows.rows; ++row) {
     const std::int64_t home = side.sources[static_cast<std::size_t>(row)].rank;
     access.write(home, kind, side.route(row, ranks), column, make_tag(world.generation(agent), expert, column));
@@ -220,16 +239,9 @@ void store_gate_up(World& world, const Agent& agent, Accesses& access, const Blo
   }
 }
 
-// The weights of the tile's rows come with dy; without it those of the only rank are at hand.
 void down_dgrad(World& world, const Agent& agent, Accesses& access, const BlockWork& work) {
   const Plan& plan = world.plan(agent);
-  if (plan.needs.da() || world.num_ranks() > 1) {
-    read_pieces(world, agent, access, PlaceKind::kRowTable, work.tile, work.tile);
-  } else {
-    for (const PlaceKind kind : {PlaceKind::kRouteOrder, PlaceKind::kWeights}) {
-      access.read(agent.rank, kind, 0, 0, make_tag(world.generation(agent), 0, 0));
-    }
-  }
+  read_row_weights(world, agent, access);
   const Units units = units_of(work.column, plan.tiling.dgrad_columns, plan.problem);
   for (std::int64_t u = units.begin; u < units.end; ++u) {
     if (plan.needs.recomputes()) {
@@ -267,6 +279,7 @@ void compute(World& world, const Agent& agent) {
       break;
     case TaskKind::kBiasDown:
     case TaskKind::kBiasGateUp:
+      if (task.kind == TaskKind::kBiasDown) read_row_weights(world, agent, access);
       for (std::int64_t t = plan.tables.expert_tiles[task.expert]; t < plan.tables.expert_tiles[task.expert + 1]; ++t) {
         if (task.kind == TaskKind::kBiasDown) read_pieces(world, agent, access, PlaceKind::kDyRows, t, t);
         if (task.kind == TaskKind::kBiasGateUp) read_dh(world, agent, access, t);
@@ -279,7 +292,7 @@ void compute(World& world, const Agent& agent) {
 
 // -- pull -------------------------------------------------------------------------------------------------------------
 
-// The rows' tokens, by bulk copies into staging; their route numbers and weights by ordinary loads before.
+// The rows' tokens, by bulk copies into staging. Where each lies is in the row table.
 void pull_rows(World& world, Agent& agent) {
   const RankLaunch& side = world.side(agent);
   const Plan& plan = side.plan();
@@ -288,22 +301,21 @@ void pull_rows(World& world, Agent& agent) {
   const std::int64_t begin = tile.row_begin + pull.piece * plan.tiling.piece_rows;
   const std::int64_t end = begin + rows_of_piece(tile, pull.piece, plan.tiling);
   const Tag tag = make_tag(world.generation(agent), 0, 0);
-  Accesses routes = generic(world, agent);
+  Accesses tables = generic(world, agent);
   Accesses rows(world, agent, true, {world.first_strand(agent), ++agent.first_strand_epoch});
-  read_tables(world, agent, routes);
+  read_tables(world, agent, tables);
+  read_row_table(world, agent, tables);
   std::vector<bool> seen(static_cast<std::size_t>(world.num_ranks()), false);
   for (std::int64_t row = begin; row < end; ++row) {
     const std::int64_t home = side.sources[static_cast<std::size_t>(row)].rank;
     if (seen[static_cast<std::size_t>(home)]) continue;
     seen[static_cast<std::size_t>(home)] = true;
-    routes.read(home, PlaceKind::kRouteOrder, 0, 0, tag);
-    if (plan.direction == Direction::kBackward) routes.read(home, PlaceKind::kWeights, 0, 0, tag);
     rows.read(home, PlaceKind::kTokens, pull.source, 0, tag);
   }
 }
 
-// From staging to the ring or the row buffers, by bulk copies; route numbers and weights beside them by stores. In
-// backward the last piece of a tile also clears the rows behind it, see read_whole_tile; nothing else waits for those.
+// From staging to the ring or the row buffers, by bulk copies. In backward the last piece of a tile also clears the
+// rows behind it, see read_whole_tile; nothing else waits for those.
 void place_rows(World& world, Agent& agent) {
   const Plan& plan = world.plan(agent);
   const PullTicket pull = plan.pull_task(agent.ticket);
@@ -312,19 +324,17 @@ void place_rows(World& world, Agent& agent) {
     if (pull.tile >= plan.schedule.x_slots) ++world.stats.x_reuses;
     rows.write(agent.rank, PlaceKind::kXRing, pull.tile % plan.schedule.x_slots, pull.piece,
                tile_tag(world, agent, pull.tile, pull.piece));
-  } else {
-    const bool last = pull.piece + 1 == filled_pieces(plan.tables.tiles[pull.tile], plan.tiling);
-    for (std::int64_t p = pull.piece; p < (last ? pieces_of_tile(plan.tiling) : pull.piece + 1); ++p) {
-      rows.write(agent.rank, pull.source == 0 ? PlaceKind::kDyRows : PlaceKind::kXRows, pull.tile, p,
-                 tile_tag(world, agent, pull.tile, p));
-    }
+    return;
   }
-  if (pull.source != 0) return;
-  generic(world, agent)
-      .write(agent.rank, PlaceKind::kRowTable, pull.tile, pull.piece, tile_tag(world, agent, pull.tile, pull.piece));
+  const bool last = pull.piece + 1 == filled_pieces(plan.tables.tiles[pull.tile], plan.tiling);
+  for (std::int64_t p = pull.piece; p < (last ? pieces_of_tile(plan.tiling) : pull.piece + 1); ++p) {
+    rows.write(agent.rank, pull.source == 0 ? PlaceKind::kDyRows : PlaceKind::kXRows, pull.tile, p,
+               tile_tag(world, agent, pull.tile, p));
+  }
 }
 
-// Every row of a token must have come from the expert that its route names, in this launch.
+// Every row of a token must have come from the expert that its route names, in this launch. Weights are those of this
+// rank's own tokens; rows of dx are summed without.
 void combine(World& world, const Agent& agent) {
   const RankLaunch& side = world.side(agent);
   const Plan& plan = side.plan();
@@ -332,7 +342,7 @@ void combine(World& world, const Agent& agent) {
   const bool forward = plan.direction == Direction::kForward;
   Accesses access = generic(world, agent);
   read_tables(world, agent, access);
-  access.read(agent.rank, PlaceKind::kWeights, 0, 0, make_tag(world.generation(agent), 0, 0));
+  if (forward) access.read(agent.rank, PlaceKind::kWeights, 0, 0, make_tag(world.generation(agent), 0, 0));
   const std::int64_t begin = plan.pull_task(agent.ticket).tile * plan.tiling.combine_tokens * top_k;
   const std::int64_t last = begin + plan.tiling.combine_tokens * top_k;
   const std::int64_t end = last < plan.tokens * top_k ? last : plan.tokens * top_k;

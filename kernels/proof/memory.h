@@ -21,7 +21,7 @@ enum class PlaceKind : std::int32_t {
   kTables,       // a rank's tables, and its counters zeroed
   kXRing,        // [slot, piece]
   kARing,        // [slot, act column tile]
-  kRowTable,     // [row tile, piece]: route numbers and weights beside the pulled rows
+  kRowTable,     // home rank and route number of every row, in backward its weight too
   kDyRows,       // [row tile, piece]
   kXRows,        // [row tile, piece]
   kDh,           // [row tile, kPartialColumns columns]: dh, before it recomputed h

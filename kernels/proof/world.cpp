@@ -92,9 +92,10 @@ void World::make_rank(std::int64_t r) {
   make(PlaceKind::kRouteOrder, 1, 1);
   make(PlaceKind::kHeader, num_ranks(), 1);
   make(PlaceKind::kTables, 1, 1);
+  make(PlaceKind::kRowTable, 1, 1);
   make(PlaceKind::kXRing, schedule.x_slots, pieces);
   make(PlaceKind::kARing, schedule.a_slots, tiling.act_tiles(problem));
-  for (const PlaceKind kind : {PlaceKind::kRowTable, PlaceKind::kDyRows, PlaceKind::kXRows}) make(kind, tiles, pieces);
+  for (const PlaceKind kind : {PlaceKind::kDyRows, PlaceKind::kXRows}) make(kind, tiles, pieces);
   make(PlaceKind::kDh, tiles, ceil_div(problem.width, kPartialColumns));
   for (const PlaceKind kind : {PlaceKind::kScaledA, PlaceKind::kPartials}) {
     make(kind, tiles, tiling.dgrad_tiles(problem));

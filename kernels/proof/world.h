@@ -31,7 +31,7 @@ enum class OpKind : std::int32_t {
   kStart,          // stream: the launch begins
   kEnd,            // stream: all of it has ended
   kPublish,        // plan: routes, class counts and headers
-  kBuild,          // plan: tables, counters zeroed
+  kBuild,          // plan: tables, row table, counters zeroed
   kIssueLoads,     // load: TMA loads of a task begin
   kLandLoads,      // load: they have all arrived
   kJoinLoads,      // compute: the mbarriers of both blocks' loads have flipped

@@ -58,6 +58,18 @@ def test_every_wait_and_raise_is_an_edge(case: Case, mask: int, backward: bool) 
     assert {(c, r) for _, _, _, r, c, _, _ in plan.raises.tolist()} <= raisers
 
 
+@settings(deadline=None, max_examples=40)
+@given(case=cases(max_tokens=600), mask=MASKS)
+def test_compute_waits_for_no_dy_but_its_experts(case: Case, mask: int) -> None:
+    """Weights of rows come with the plan, whatever the number of ranks: what loads no dy does not wait for it."""
+    needs = ALL_NEEDS[mask]
+    plan = case.plan(Direction.BACKWARD, needs)
+    waiters = {Role(role) for _, _, _, role, counter, _, _ in plan.waits.tolist() if counter == Counter.DY_READY}
+    loads = needs_act(needs._replace(w_down=False)) and len(plan.tiles) > 0
+    assert waiters == ({Role.LOAD} if loads else set())
+    assert (Counter.DY_READY, Role.COMPUTE) not in {(e.counter, e.waiter) for e in edges()}
+
+
 class Accesses:
     """Which blocks of which tickets write and read what: ("a", tile) and so on, and who overwrites whose slot."""
 
@@ -67,7 +79,6 @@ class Accesses:
         self._case, self._plan, self._forward = case, plan, direction == Direction.FORWARD
         self._recomputes = not self._forward and recomputes(needs)
         self._loads_dy = needs_act(needs._replace(w_down=False))
-        self._weights_come_with_dy = case.config.problem.num_ranks > 1
         for ticket, (kind, source, tile, piece) in enumerate(plan.pulls.tolist()):
             rows = plan.tiles[tile, 2].item() if kind == TaskKind.DISPATCH else 0
             if rows > piece * case.config.tiling.piece_rows:
@@ -100,7 +111,7 @@ class Accesses:
             self._read(place, ("a", tile))
             self._write(place, ("home", 0))
         elif kind == TaskKind.DOWN_DGRAD:
-            if self._loads_dy or self._weights_come_with_dy:
+            if self._loads_dy:
                 self._read(place, ("dy", tile))
             if self._recomputes:
                 self._read(place, ("a", tile))

@@ -108,6 +108,14 @@ def test_a_lost_raise_hangs_or_leaves_its_counter_short() -> None:
         assert counter in text or text.startswith("deadlock")
 
 
+@pytest.mark.parametrize("place", ["class counts", "route weights"])
+def test_the_next_launch_is_kept_from_what_plans_of_peers_still_read(place: str) -> None:
+    """Of peers these are read by plan tasks alone; "done" passes their reads on as it does those of pulls. The route
+    order is written behind the class counts, where the same race has been found already."""
+    race = rf"overwrites {place}\[0, 0\] of rank \d while the read by rank \d plan is not ordered before"
+    assert any(re.search(race, violation("early_next_launch", seed)) for seed in range(40))
+
+
 def test_violations_say_who_where_and_what() -> None:
     agent = r"rank \d block \d (pull|load|compute) \(launch \d, ticket \d+ [a-z_ ]+ (expert )?\d+.*\)"
     assert re.match(

@@ -136,9 +136,8 @@ MOE_HOST_DEVICE inline Waits backward_waits(const Plan& plan, const Task& task, 
       if (load) waits.add({Counter::kXReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
       break;
     case TaskKind::kDownDgrad:
-      // Without da nothing is loaded. But the weights s of other ranks' rows arrive beside dy; this rank's own are in
-      // the op's arguments.
-      if (plan.needs.da() ? load : compute && plan.problem.num_ranks > 1) {
+      // Without da nothing is loaded. The weights s of the rows are in the row table, behind kPlanReady.
+      if (load && plan.needs.da()) {
         waits.add({Counter::kDyReady, work.tile, filled_pieces(plan.tables.tiles[work.tile], plan.tiling)});
       }
       // Recomputed h lies where dh will: a tile of dh overwrites the columns of h that it has read, and no others.
@@ -284,8 +283,8 @@ MOE_HOST_DEVICE inline Raise flag_raise(const Plan& plan, TaskKind kind) {
   return {kind == TaskKind::kPlan ? Counter::kPeerReady : Counter::kPeerDone, plan.problem.rank, plan.generation};
 }
 
-// What the plan task sets when it ends, and what every other role of this rank waits for before it reads a table, a
-// ticket or a counter.
+// What the plan task sets when it ends, and what every other role of this rank waits for before it reads a table, the
+// row table among them, a ticket or a counter.
 MOE_HOST_DEVICE inline Raise start_raise(const Plan& plan) { return {Counter::kPlanReady, 0, plan.generation}; }
 MOE_HOST_DEVICE inline Wait start_wait(const Plan& plan) { return {Counter::kPlanReady, 0, plan.generation}; }
 

@@ -23,7 +23,7 @@
 namespace moe {
 
 enum class Counter : std::int32_t {
-  kPlanReady = 0,  // flag of this rank alone: the tables are built and the counters zeroed; generation
+  kPlanReady = 0,  // flag of this rank alone: tables and row table are built, counters zeroed; generation
   kXReady,         // pieces of a row tile of x, per row tile (backward: where h is recomputed)
   kXRead,          // column tiles that have read a row tile's ring slot, per row tile
   kAReady,         // act column tiles of a row tile whose a (backward: recomputed h) is stored, per row tile
@@ -35,7 +35,7 @@ enum class Counter : std::int32_t {
   kExpertX,        // pieces of x of an expert, per expert
   kStored,         // tasks whose rows or dS have been stored to the home ranks (one counter)
   kPulled,         // pieces whose reads of peers are complete (one counter)
-  kPeerReady,      // flag 1: a peer's rows, routes and weights are readable; generation, per rank
+  kPeerReady,      // flag 1: a peer's tokens, class counts, routes and weights are readable; generation, per rank
   kPeerDone,       // flag 2: a peer has stored all rows for here and read all it needs from here; generation, per rank
 };
 inline constexpr std::int64_t kNumCounters = 14;
@@ -81,18 +81,17 @@ MOE_HOST_DEVICE constexpr bool edge_is_fenced(const Edge& e) {
 // clang-format off
 inline constexpr Edge kEdges[] = {
     // counter              raiser          waiter          raiser's         waiter's         overwr crosses scope           raiser's     waiter's
-    // Own routes, weights and x (or dy) are written by earlier kernels; every rank's plan task waits for all ranks.
+    // Weights and x (or dy) are written by earlier kernels, class counts and routes by them or by the plan task itself;
+    // every rank's plan task waits for all ranks, and then reads their counts and routes (backward: weights).
     {Counter::kPeerReady,   Role::kPlan,    Role::kPlan,    Proxy::kGeneric, Proxy::kGeneric, false, true,  Scope::kSystem, kNoFence,    kNoFence},
-    // Tables, and behind them the peers' rows that bulk copies read.
+    // Tables, the row table among them, and behind them the peers' tokens that bulk copies read. The plan task's own
+    // reads of peers come before this release, so the closing task, which has acquired it, passes them on with "done".
     {Counter::kPlanReady,   Role::kPlan,    Role::kPull,    Proxy::kGeneric, Proxy::kAsync,   false, false, Scope::kGpu,    kNoFence,    kProxyFence},
     {Counter::kPlanReady,   Role::kPlan,    Role::kLoad,    Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     {Counter::kPlanReady,   Role::kPlan,    Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
-    // Pulled rows: bulk copies from staging into the ring or the row buffers, then TMA. Route numbers and weights of the
-    // rows are stored beside them by the generic proxy, which the release orders.
+    // Pulled rows: bulk copies from staging into the ring or the row buffers, then TMA.
     {Counter::kXReady,      Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
     {Counter::kDyReady,     Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
-    // Weights of rows that are stored beside them, where no dy is loaded.
-    {Counter::kDyReady,     Role::kPull,    Role::kCompute, Proxy::kGeneric, Proxy::kGeneric, false, false, Scope::kGpu,    kNoFence,    kNoFence},
     {Counter::kExpertDy,    Role::kPull,    Role::kLoad,    Proxy::kAsync,   Proxy::kAsync,   false, false, Scope::kGpu,    kBulkWait,   kProxyFence},
     // Bias gradients read rows by ordinary loads, which a release behind the bulk wait orders.
     {Counter::kExpertDy,    Role::kPull,    Role::kCompute, Proxy::kAsync,   Proxy::kGeneric, false, false, Scope::kGpu,    kBulkWait,   kNoFence},
