@@ -43,11 +43,12 @@ def _anchor(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def _refuse_capture(device: torch.device, backend: str) -> None:
-    """Raises where the reference stages must read row counts on the host but a CUDA graph is being captured."""
+def _refuse_capture(device: torch.device, backend: str, group: GroupOptions | None = None) -> None:
+    """Raises where the host must read row counts but a CUDA graph is being captured."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        name, got = ("backend", backend) if group is None else ("transport", group.transport)
         raise MoEError(
-            f"{OP}: backend: expected one without host synchronisation while a CUDA graph is captured, got {backend!r}"
+            f"{OP}: {name}: expected one without host synchronisation while a CUDA graph is captured, got {got!r}"
         )
 
 
@@ -69,21 +70,21 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         return y, h, _anchor(x), expert_offsets, row_route
     inputs, num_experts, group, options = read_forward(args)
     _raise_pending(inputs.x.device, group)
-    _refuse_capture(inputs.x.device, options.backend)
+    _refuse_capture(inputs.x.device, options.backend, group)
     given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
         if group is None:
             y, h, *plan = layer_forward(*given, options.saves_h)
         else:
             state, gradients = get_group(group.group_name), unpack_needs(options.needs).names()
-            y, h, saved = group_forward(state, *given, group.row_capacity, gradients, options.saves_h)
+            y, h, saved = group_forward(state, *given, group.row_capacity, gradients, options.saves_h, options.backend)
             plan = [saved.expert_offsets, saved.row_order, saved.route_order, saved.splits]
     return y, h, _anchor(y), *plan
 
 
 def _backward(args: tuple[Any, ...], grouped: bool) -> tuple[Tensor, ...]:
     saved, plan, main_grads, group, options = read_backward(args, grouped)
-    _refuse_capture(saved.dy.device, options.backend)
+    _refuse_capture(saved.dy.device, options.backend, group)
     given = (saved.dy, saved.x, saved.topk_weights, saved.weights, saved.h)
     rest = (options.act, unpack_needs(options.needs), options.recompute, main_grads)
     with torch.autocast(saved.dy.device.type, enabled=False):
@@ -91,8 +92,8 @@ def _backward(args: tuple[Any, ...], grouped: bool) -> tuple[Tensor, ...]:
             (row_route,) = plan
             dx, dtopk_weights, grads = layer_backward(*given, saved.expert_offsets, row_route, *rest)
         else:
-            group_plan = GroupPlan(saved.expert_offsets, *plan)
-            dx, dtopk_weights, grads = group_backward(get_group(group.group_name), *given, group_plan, *rest)
+            state, group_plan = get_group(group.group_name), GroupPlan(saved.expert_offsets, *plan)
+            dx, dtopk_weights, grads = group_backward(state, *given, group_plan, *rest, options.backend)
     return _pack_grads(saved.dy, dx, dtopk_weights, grads)
 
 

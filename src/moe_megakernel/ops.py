@@ -96,7 +96,7 @@ def _dispatch_gemm_combine(
         raise
     settled = inputs[0]
     if usable != "reference":
-        fault = kernel_fault(settled.dtype, settled.shape[1], inputs[4].shape[2], num_experts, ranks)
+        fault = kernel_fault(settled.dtype, settled.shape[1], inputs[4].shape[2], num_experts)
         if fault:
             usable = settle_backend(backend, usable, fault)
     scores_dtype = compute_dtype(settled.dtype)

@@ -1,7 +1,7 @@
 """Bytes of every buffer that one call of the layer needs, saved or transient, without running anything.
 
 For users who plan memory; the formulas follow the allocations of the reference backend and the collective transport,
-and the figure of the fused kernels comes from them.
+and the figures of the fused kernels come from them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def workspace_bytes(
         activation: as in the op.
         recompute: h is computed again in backward instead of being saved.
         training: False for a forward without gradients.
-        backend: "reference", or "mega" or "staged" on one rank: then "forward.workspace" and "backward.workspace" stand
-            for what they need besides their results. Both lie in the same memory, as large as the larger of them, which
-            is kept between calls, once for each stream (`release_workspaces`).
+        backend: "reference", or "mega" or "staged": then "forward.workspace" and "backward.workspace" stand for what
+            the kernels need besides their results. Both lie in the same memory, as large as the larger of them, which
+            is kept between calls, once for each stream (`release_workspaces`). With several ranks the kernels run the
+            experts only, and the buffers of the exchange come on top.
         num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference.
 
     Returns:
@@ -83,36 +84,43 @@ def workspace_bytes(
             sizes["saved.route_order"] = 4 * routes
             sizes["saved.splits"] = 8 * 2 * ranks
     if backend != "reference":
-        _check_kernels(backend, dtype, hidden, expert_width, num_experts, ranks)
-        figures = (tokens, top_k, num_experts, hidden, expert_width, act.gated, backend == "staged", num_sms)
-        sizes["forward.workspace"] = forward_kernel_bytes(*figures)
+        _check_kernels(backend, dtype, hidden, expert_width, num_experts)
+        # With several ranks the experts run as a layer of one route a token (`hopper.rows`), if there are any.
+        layer = (tokens, top_k, num_experts) if ranks == 1 else (rows, 1, experts)
+        figures = (*layer, hidden, expert_width, act.gated, backend == "staged", num_sms)
+        launched = ranks == 1 or rows * experts > 0
+        sizes["forward.workspace"] = forward_kernel_bytes(*figures) if launched else 0
         if training:
-            sizes["backward.workspace"] = backward_kernel_bytes(*figures)
+            sizes["backward.workspace"] = backward_kernel_bytes(*figures) if launched else 0
+        if ranks == 1:
+            return sizes
+        sizes["forward.row_tables"] = 4 * 3 * rows  # expert, weight and route of each row
     else:
-        sizes["forward.class_counts"] = 4 * num_experts * TOKEN_CLASSES * (1 if ranks == 1 else ranks + 1)
-        sizes["forward.x_rows"] = rows * hidden * item
-        sizes["forward.o_rows"] = rows * hidden * row_item
-        sizes["forward.o_routes"] = routes * hidden * row_item
-        sizes["forward.y_sum"] = tokens * hidden * compute
         sizes["forward.expert"] = rows * (width + expert_width) * (item + compute) + rows * hidden * compute
-        if ranks > 1:
-            sizes["forward.x_sent"] = routes * hidden * item
-            sizes["forward.o_arrived"] = routes * hidden * row_item
-    if training and backend == "reference":
+        if training:
+            sizes["backward.expert"] = rows * (2 * width + 4 * expert_width) * compute
+    sizes["forward.class_counts"] = 4 * num_experts * TOKEN_CLASSES * (1 if ranks == 1 else ranks + 1)
+    sizes["forward.x_rows"] = rows * hidden * item
+    sizes["forward.o_rows"] = rows * hidden * row_item
+    sizes["forward.o_routes"] = routes * hidden * row_item
+    sizes["forward.y_sum"] = tokens * hidden * compute
+    if ranks > 1:
+        sizes["forward.x_sent"] = routes * hidden * item
+        sizes["forward.o_arrived"] = routes * hidden * row_item
+    if training:
         sizes["backward.x_rows"] = rows * hidden * item
         sizes["backward.dy_rows"] = rows * hidden * item
         sizes["backward.dx_rows"] = rows * hidden * row_item
         sizes["backward.dx_routes"] = routes * hidden * row_item
         sizes["backward.ds_rows"] = rows * compute
-        sizes["backward.expert"] = rows * (2 * width + 4 * expert_width) * compute
     return sizes
 
 
-def _check_kernels(backend: str, dtype: torch.dtype, hidden: int, width: int, num_experts: int, ranks: int) -> None:
+def _check_kernels(backend: str, dtype: torch.dtype, hidden: int, width: int, num_experts: int) -> None:
     """Raises ValueError where the kernels' figure cannot be had."""
     if backend not in ("mega", "staged"):
         raise ValueError(f"workspace_bytes: backend: expected one of mega, staged, reference, got {backend!r}")
-    fault = kernel_fault(dtype, hidden, width, num_experts, ranks)
+    fault = kernel_fault(dtype, hidden, width, num_experts)
     if fault:
         raise ValueError(f"workspace_bytes: {fault} (with backend {backend!r})")
     if not _native.load_cuda():

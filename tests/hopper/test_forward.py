@@ -92,7 +92,7 @@ def test_tensors_that_do_not_fit_are_copied(launches: Calls) -> None:
 
 
 def test_capture_is_refused_only_where_the_host_reads_counts(launches: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device, backend: str) -> None:
+    def refuse(*_: object) -> None:
         raise MoEError("capture")
 
     monkeypatch.setattr(inner_ops, "_refuse_capture", refuse)
@@ -140,3 +140,26 @@ def test_workspace_bytes_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     assert sizes == {**saved, "forward.workspace": figures, "backward.workspace": 2 * figures}
     inference = workspace_bytes(5, HIDDEN, WIDTH, EXPERTS, TOP_K, backend="mega", num_sms=100, training=False)
     assert inference == {"forward.workspace": figures - 1}
+
+
+def test_workspace_bytes_of_the_kernels_between_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of one route a token, with the rows that a rank can receive and its own experts."""
+    from moe_megakernel import workspace
+
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_native, "load_cuda", lambda: True)
+    monkeypatch.setattr(workspace, "forward_kernel_bytes", lambda *a: asked.append(a) or 1000)
+    monkeypatch.setattr(workspace, "backward_kernel_bytes", lambda *a: asked.append(a) or 2000)
+    figures = {"tokens": 5, "hidden": HIDDEN, "expert_width": WIDTH, "num_experts": EXPERTS, "top_k": TOP_K, "ranks": 2}
+    reference = workspace_bytes(**figures, rank=1)
+    sizes = workspace_bytes(**figures, rank=1, backend="mega", num_sms=100)
+    rows, experts = 2 * 5 * TOP_K, EXPERTS // 2
+    assert asked == 2 * [(rows, 1, experts, HIDDEN, WIDTH, True, False, 100)]
+    around = {name: size for name, size in reference.items() if not name.endswith(".expert")}
+    kernels = {"forward.workspace": 1000, "backward.workspace": 2000, "forward.row_tables": 12 * rows}
+    assert sizes == {**around, **kernels}
+    asked.clear()
+    for nothing in ({"row_capacity": 0}, {"num_experts": 1, "rank": 1}):
+        sizes = workspace_bytes(**{**figures, **nothing}, backend="mega")
+        assert sizes["forward.workspace"] == sizes["backward.workspace"] == 0
+    assert not asked

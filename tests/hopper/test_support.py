@@ -34,7 +34,6 @@ def _no_warning_given_yet() -> Iterator[None]:
         ((BF16, 12, 32, 8), "w_down: expected H and I to be multiples of 8, got H = 12, I = 32"),
         ((BF16, 64, 36, 8), "w_down: expected H and I to be multiples of 8, got H = 64, I = 36"),
         ((BF16, 64, 32, 1025), "num_experts: expected at most 1024, got 1025"),
-        ((BF16, 64, 32, 8, 2), "group_name: expected one rank, got a group of 2"),
     ],
 )
 def test_faults(call: tuple, fault: str) -> None:
@@ -93,7 +92,6 @@ def test_backend_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moe_megakernel.backend_for(64, 32, 8) == BackendChoice("mega", "")
     assert moe_megakernel.backend_for(64, 32, 8, backend="staged") == ("staged", "")
     assert moe_megakernel.backend_for(64, 32, 8, backend="reference") == ("reference", "asked for")
-    assert moe_megakernel.backend_for(64, 32, 8, ranks=2).reason == "group_name: expected one rank, got a group of 2"
     assert moe_megakernel.backend_for(64, 32, 8, dtype=torch.float32).backend == "reference"
 
 

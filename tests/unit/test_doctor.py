@@ -52,6 +52,9 @@ def test_built_arch_is_taken(monkeypatch):
     report = diagnose(machine((9, 0)), torch_cuda="13.0")
     assert report["devices"][1]["auto_backend"] == "mega"
     assert report["devices"][0]["auto_backend"] == "reference", "the CPU stays with the reference"
+    text = text_of(report)
+    assert f"mega and staged take {report['kernels_take']}; the reference runs the rest" in text
+    assert "With several ranks the same backend runs each rank's experts" in text
 
 
 def test_gpu_under_a_torch_without_cuda_is_not_used():

@@ -17,6 +17,7 @@ import moe_megakernel
 from moe_megakernel import backends, inner_ops
 from moe_megakernel.distributed import capacity
 from moe_megakernel.errors import CapacityError, MoEError, RoutingError
+from moe_megakernel.schemas import GroupOptions
 from moe_megakernel.testing import LayerInputs, make_inputs, random_routing
 
 OP = "dispatch_gemm_combine"
@@ -345,3 +346,6 @@ def test_graph_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "backend: expected one without host synchronisation while a CUDA graph is captured, got 'reference'"
     with pytest.raises(MoEError, match=message):
         inner_ops._refuse_capture(torch.device("cuda", 0), "reference")
+    message = "transport: expected one without host synchronisation while a CUDA graph is captured, got 'collective'"
+    with pytest.raises(MoEError, match=message):
+        inner_ops._refuse_capture(torch.device("cuda", 0), "mega", GroupOptions("g", "collective", -1))

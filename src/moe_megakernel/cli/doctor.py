@@ -122,6 +122,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     found = ", ".join(dict.fromkeys(gpu["arch"] for gpu in gpus)) or "none"
     console.print(f"GPU architectures: built {built}; found {found}", highlight=False)
     console.print(f"mega and staged take {report['kernels_take']}; the reference runs the rest", highlight=False)
+    console.print("With several ranks the same backend runs each rank's experts", highlight=False)
     console.print(_backends(report["devices"]))
 
 

@@ -1,7 +1,8 @@
 """The layer over several ranks by the `collective` transport: the reference stages with the exchange between them.
 
 Implements the inner ops `moe::group_forward` and `moe::group_backward`. Every rank calls them in the same order; what
-must be equal is compared at the first gate of a call, before any row moves.
+must be equal is compared at the first gate of a call, before any row moves. The experts' work between the two exchanges
+is that of the backend: `reference.experts`, or the fused kernels through `hopper.rows`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..errors import MismatchError, MoEError, RoutingError
+from ..hopper.rows import rows_backward, rows_forward, rows_of_tokens
 from ..reference.combine import combine, scatter_rows
 from ..reference.dispatch import gather_rows, gather_weights
 from ..reference.experts import Needs, RowGrads, Weights, experts_backward, experts_forward
@@ -83,6 +85,7 @@ def group_forward(
     row_capacity: int,
     gradients: list[str],
     save_h: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, GroupPlan]:
     """One rank's part of the forward.
 
@@ -95,6 +98,7 @@ def group_forward(
         row_capacity: rows this rank can receive, or -1 for the agreed figure.
         gradients: names of the inputs that want gradients; must be equal on all ranks.
         save_h: whether h is returned, else it is [0, 2I].
+        backend: which experts' code runs: "reference", "mega" or "staged".
 
     Returns:
         y [T, H], h [row_capacity, 2I] and the plan.
@@ -141,14 +145,18 @@ def group_forward(
         counts = exchange.all_gather("route", class_counts)
         starts = [sum(p["tokens"] for p in payloads[:r]) for r in range(group.ranks)]
         plan = plan_rows(counts, starts, group.rank)
-        x_rows = exchange.all_to_all("dispatch", x_sent, plan.send, plan.receive).index_select(
-            0, plan.row_order.to(x.device)
-        )
+        saved = _saved_plan(plan, route_order, decision, x.device)
+        order = _arrival_order(saved.row_order[: sum(plan.receive)], backend)
+        x_rows = exchange.all_to_all("dispatch", x_sent, plan.send, plan.receive).index_select(0, order)
         h = new_h(x, decision if save_h else 0, x_rows.shape[0], weights.gate_up.shape[1])
-        o_rows = experts_forward(x_rows, plan.expert_offsets.tolist(), weights, act, h if save_h else None)
-        (o_sent,) = _send_back(group, exchange, op, plan, [o_rows])
+        h_out = h if save_h else None
+        if backend == "reference":
+            o_rows = experts_forward(x_rows, plan.expert_offsets.tolist(), weights, act, h_out)
+        else:
+            o_rows = rows_forward(x_rows, saved.expert_offsets, weights, act, h_out, backend)
+        (o_sent,) = _send_back(group, exchange, op, order, plan.receive, plan.send, [o_rows])
         o = scatter_rows(o_sent, routes, topk_idx.numel()).view(*topk_idx.shape, x.shape[1])
-        return combine(o, topk_weights, topk_idx, x.dtype), h, _saved_plan(plan, route_order, decision, x.device)
+        return combine(o, topk_weights, topk_idx, x.dtype), h, saved
 
 
 def group_backward(
@@ -162,9 +170,13 @@ def group_backward(
     act: Activation,
     needs: Needs,
     recompute: bool,
-    accumulate: tuple[Tensor | None, Tensor | None] = (None, None),
+    accumulate: tuple[Tensor | None, Tensor | None],
+    backend: str,
 ) -> tuple[Tensor | None, Tensor | None, RowGrads]:
     """One rank's part of the backward; arguments and results as in `reference.layer.layer_backward`.
+
+    Args:
+        backend: that of the forward.
 
     Raises:
         MismatchError: a rank runs another call or asks for other gradients.
@@ -175,7 +187,7 @@ def group_backward(
     with group.step(op):
         refused = int(saved.expert_offsets[0]) < 0
         send, receive = ([0] * group.ranks, [0] * group.ranks) if refused else saved.splits.tolist()
-        plan = RowPlan(send, receive, saved.expert_offsets, saved.row_order[: sum(receive)])
+        order = _arrival_order(saved.row_order[: sum(receive)], backend)
         routes = saved.route_order[: sum(send)]
         sent = [gather_rows(dy, routes, top_k), gather_weights(topk_weights, routes)]
         sent += [] if x is None else [gather_rows(x, routes, top_k)]
@@ -186,18 +198,19 @@ def group_backward(
         refused = refused or mismatch is not None
         exchange = Collective(group, op, device)
         if refused:
-            offsets, pulled = [0] * saved.expert_offsets.shape[0], [rows[:0] for rows in sent]
+            pulled = [rows[:0] for rows in sent]
         else:
-            offsets = saved.expert_offsets.tolist()
             arrived = [exchange.all_to_all("dispatch", rows, send, receive) for rows in sent]
-            pulled = [rows.index_select(0, plan.row_order) for rows in arrived]
-        x_rows = None if x is None else pulled[2]
-        grads = experts_backward(
-            pulled[0], pulled[1], x_rows, None if recompute else h, offsets, weights, act, needs, accumulate
-        )
+            pulled = [rows.index_select(0, order) for rows in arrived]
+        given = (pulled[0], pulled[1], None if x is None else pulled[2], None if recompute else h)
+        if backend == "reference":
+            offsets = [0] * saved.expert_offsets.shape[0] if refused else saved.expert_offsets.tolist()
+            grads = experts_backward(*given, offsets, weights, act, needs, accumulate)
+        else:
+            grads = rows_backward(*given, saved.expert_offsets, weights, act, needs, accumulate, backend)
         going = [rows for rows in (grads.dx_rows, grads.ds_rows) if rows is not None]
         if not refused:
-            going = _send_back(group, exchange, op, plan, going)
+            going = _send_back(group, exchange, op, order, receive, send, going)
         home = [scatter_rows(rows, routes if not refused else routes[:0], tokens * top_k) for rows in going]
         dtopk_weights = home.pop().view(tokens, top_k) if grads.ds_rows is not None else None
         dx = None
@@ -219,14 +232,31 @@ def _decide_forward(group: Group, op: str, payloads: list[dict[str, Any]]) -> in
     return agree(group, op, payloads)
 
 
-def _send_back(group: Group, exchange: Collective, op: str, plan: RowPlan, kinds: list[Tensor]) -> list[Tensor]:
-    """Sends rows in expert order back to where they came from; they arrive in the order their owner sent them."""
+def _arrival_order(row_order: Tensor, backend: str) -> Tensor:
+    """For each row its place in the receive buffer: in expert order, or as the kernels' tokens hold the rows."""
+    if backend == "reference":
+        return row_order
+    return row_order.index_select(0, rows_of_tokens(row_order.shape[0], row_order.device))
+
+
+def _send_back(
+    group: Group,
+    exchange: Collective,
+    op: str,
+    order: Tensor,
+    send: list[int],
+    receive: list[int],
+    kinds: list[Tensor],
+) -> list[Tensor]:
+    """Sends rows back to where they came from; they arrive in the order their owner sent them.
+
+    `order` is what they were pulled by, `_arrival_order`; `send` and `receive` are those of this way.
+    """
     if not kinds:
         return []
-    order = plan.row_order.to(kinds[0].device).long()
-    going = [torch.empty_like(rows).index_copy_(0, order, rows) for rows in kinds]
+    going = [torch.empty_like(rows).index_copy_(0, order.long(), rows) for rows in kinds]
     group.gate(op, "combine", {})
-    return [exchange.all_to_all("combine", rows, plan.receive, plan.send) for rows in going]
+    return [exchange.all_to_all("combine", rows, send, receive) for rows in going]
 
 
 def _saved_plan(plan: RowPlan, route_order: Tensor, capacity: int, device: torch.device) -> GroupPlan:

@@ -1,7 +1,8 @@
 """The forward of one rank in the fused kernels: the backends `mega` (one launch) and `staged` (one launch a stage).
 
-Called by `inner_ops` for calls that `support` lets through. Allocates the outputs, brings tensors into the kernels'
-layout, and calls `moe::hopper_forward`, which returns at once: no step waits for the device. `backward` is its mirror.
+Called by `inner_ops` for calls that `support` lets through, and by `rows` for what several ranks have exchanged.
+Allocates the outputs, brings tensors into the kernels' layout, and calls `moe::hopper_forward`, which returns at once:
+no step waits for the device. `backward` is its mirror.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ def layer_forward(
     backend: str,
     needs: int,
     recompute: bool,
+    h: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One rank's forward on a CUDA device.
 
     Args: those of `moe::layer_forward`, as it gets them, since names for groups of them cost time.
         x, weights, biases: bfloat16, H and I multiples of 8; topk_weights: float32. Any strides.
         backend: "mega" or "staged".
+        h: bfloat16 [T * K, 2I], contiguous, or [0, 2I]: where the caller wants h; None for a new tensor if backward
+            needs one.
 
     Returns:
         y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
@@ -65,7 +69,8 @@ def layer_forward(
     (tokens, top_k), (_, columns, hidden), width = topk_idx.shape, w_gate_up.shape, w_down.shape[2]
     routes = tokens * top_k
     y = x.new_empty(tokens, hidden)
-    h = x.new_empty(routes if needs and not recompute else 0, columns)
+    if h is None:
+        h = x.new_empty(routes if needs and not recompute else 0, columns)
     row_route = topk_idx.new_empty(routes, dtype=torch.int32)
     if tokens == 0:
         return y, h, topk_idx.new_zeros(num_experts + 1, dtype=torch.int32), row_route

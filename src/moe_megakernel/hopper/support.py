@@ -19,22 +19,23 @@ MAX_EXPERTS = 1024
 #: H and I are multiples of it: rows of bfloat16 are then multiples of 16 bytes, which bulk copies need.
 UNIT = 8
 #: The rule of `kernel_fault` in words.
-RULES = f"one rank, bfloat16, H and I that are multiples of {UNIT}, at most {MAX_EXPERTS} experts"
+RULES = f"bfloat16, H and I that are multiples of {UNIT}, at most {MAX_EXPERTS} experts"
 
 _lock = threading.Lock()
 _warned: set[str] = set()
 
 
-def kernel_fault(dtype: torch.dtype, hidden: int, width: int, num_experts: int, ranks: int = 1) -> str:
-    """Why the kernels cannot run such a call on any device, as "argument: expected ..., got ...", or ""."""
+def kernel_fault(dtype: torch.dtype, hidden: int, width: int, num_experts: int) -> str:
+    """Why the kernels cannot run such a call on any device, as "argument: expected ..., got ...", or "".
+
+    The number of ranks does not matter: with several, the same kernels run the experts of each (`rows`).
+    """
     if dtype is not torch.bfloat16:
         return f"x: expected bfloat16, got {str(dtype).removeprefix('torch.')}"
     if hidden % UNIT or width % UNIT:
         return f"w_down: expected H and I to be multiples of {UNIT}, got H = {hidden}, I = {width}"
     if num_experts > MAX_EXPERTS:
         return f"num_experts: expected at most {MAX_EXPERTS}, got {num_experts}"
-    if ranks > 1:
-        return f"group_name: expected one rank, got a group of {ranks}"
     return ""
 
 
@@ -78,16 +79,14 @@ def backend_for(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     backend: str = "auto",
-    ranks: int = 1,
 ) -> BackendChoice:
     """Which backend the layer takes for such calls on a device, without running anything.
 
     Args:
-        hidden, expert_width, num_experts: H, I, E.
+        hidden, expert_width, num_experts: H, I, E, the last of the whole group.
         dtype: of x and the weights.
         device: where x lies. For a CUDA device, torch asks for its compute capability, which initialises CUDA.
         backend: as in the op.
-        ranks: of the group.
 
     Raises:
         ValueError: `backend` is unknown or cannot run on the device at all, as in the op.
@@ -95,7 +94,7 @@ def backend_for(
     device = torch.device(device)
     capability = device_capability(device)
     usable = select_backend(backend, device.type, capability)
-    fault = kernel_fault(dtype, hidden, expert_width, num_experts, ranks)
+    fault = kernel_fault(dtype, hidden, expert_width, num_experts)
     if backend == "reference":
         return BackendChoice("reference", "asked for")
     if usable == "reference":
