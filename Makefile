@@ -12,7 +12,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
-CXX_FILES := $(sort $(shell find kernels cutlass_configs tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
+CXX_FILES := $(sort $(shell find kernels cutlass_configs tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'))
 # What the installed package depends on beside its Python sources, which an editable install reads in place.
 PACKAGE_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(filter kernels/% cutlass_configs/%,$(CXX_FILES))
 

@@ -20,14 +20,20 @@ ROOT = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where and when something was measured, and on which shape: the first columns of every file."""
+class Machine:
+    """Where and when something was measured: the first columns of every file."""
 
     gpu: str
     driver: str
     torch: str
     date: str
     commit: str
+
+
+@dataclass(frozen=True)
+class Origin(Machine):
+    """The same, and on which named shape."""
+
     shape: str
     T: int
     H: int
@@ -72,25 +78,26 @@ def today() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
+def machine(commit: str) -> dict[str, str]:
+    """The fields of `Machine`, now and here."""
+    versions = {"driver": driver_version(), "torch": torch.__version__}
+    return {"gpu": gpu_name(), **versions, "date": today(), "commit": commit}
+
+
+def named_shape(letter: str, shape: Shape) -> dict[str, Any]:
+    """What `Origin` has beside `Machine`."""
+    sizes = {"T": shape.tokens, "H": shape.hidden, "I": shape.width, "E": shape.num_experts, "K": shape.top_k}
+    return {"shape": letter, **sizes}
+
+
 def origin(letter: str, shape: Shape, commit: str) -> dict[str, Any]:
     """The fields of `Origin` for a measurement of a shape, now and here."""
-    return {
-        "gpu": gpu_name(),
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "date": today(),
-        "commit": commit,
-        "shape": letter,
-        "T": shape.tokens,
-        "H": shape.hidden,
-        "I": shape.width,
-        "E": shape.num_experts,
-        "K": shape.top_k,
-    }
+    return machine(commit) | named_shape(letter, shape)
 
 
-def default_path(name: str) -> Path:
-    return ROOT / "results" / gpu_name() / f"{name}.csv"
+def default_path(name: str, gpu: str | None = None) -> Path:
+    """Of the current device's results, or those of `gpu`, a word of `gpu_name`."""
+    return ROOT / "results" / (gpu_name() if gpu is None else gpu) / f"{name}.csv"
 
 
 def append(path: Path, rows: Sequence[Any]) -> None:

@@ -1,0 +1,272 @@
+"""What every rank of `benchmarks.ranks` runs: its share of a layer, its bits against one rank's, and times of both.
+
+The ranks share one GPU and split one batch. Rank 0 also runs the whole layer by itself, with as many blocks as all
+ranks have together, while the others wait on the host.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+import moe_megakernel
+from moe_megakernel.distributed.partition import expert_range
+from moe_megakernel.hopper.launch import device_sms
+
+from . import report
+from .driver import benchmark_shapes
+from .gradients import NAMES, Step, make_dy, make_leaves, make_step
+from .group import Rank
+from .layers import Call, Layer, make_layer
+from .timing import SLEEP_CYCLES, Flush, Times, median
+
+DIRECTIONS = ("forward", "backward")
+CACHES = ("cold", "hot")
+#: Seconds that a launch waits for other ranks.
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """letters: of the shapes, T tokens of all ranks; steps: back to back in one sample where caches are hot."""
+
+    letters: tuple[str, ...]
+    routing: str
+    backend: str
+    transport: str
+    caches: tuple[str, ...]
+    rounds: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """One shape, direction and state of the caches; milliseconds of a step."""
+
+    letter: str
+    direction: str
+    cache: str
+    steps: int
+    sms: int  # of a rank
+    single: Times  # one rank with the SMs of all
+    several: Times  # the last of the ranks
+
+
+# -- pure parts --------------------------------------------------------------------------------------------------------
+
+
+def sms_of_rank(sms: int, ranks: int) -> int:
+    """SMs that each rank of a shared GPU gets, in pairs.
+
+    Raises:
+        ValueError: there are not enough.
+    """
+    share = sms // ranks // 2 * 2
+    if share < 2:
+        raise ValueError(f"ranks: ranks: expected at most {sms // 2} on {sms} SMs, got {ranks}")
+    return share
+
+
+def share_of(layer: Layer, rank: int, ranks: int) -> Layer:
+    """Copies of one rank's tokens and experts. Shape stays that of the whole layer."""
+    experts = expert_range(layer.shape.num_experts, rank, ranks)
+
+    def tokens(tensor: Tensor) -> Tensor:
+        return tensor.detach().tensor_split(ranks)[rank].clone()
+
+    def weights(tensor: Tensor) -> Tensor:
+        return tensor.detach()[experts.start : experts.stop].clone().requires_grad_()
+
+    inputs = (tokens(layer.x), tokens(layer.topk_idx), tokens(layer.topk_weights))
+    return Layer(layer.shape, *inputs, weights(layer.w_gate_up), weights(layer.w_down))
+
+
+def share_of_results(results: list[Tensor], num_experts: int, rank: int, ranks: int) -> list[Tensor]:
+    """The same of y and the gradients of `gradients.NAMES`."""
+    experts = expert_range(num_experts, rank, ranks)
+    by_token, by_expert = results[:3], results[3:]
+    return [t.tensor_split(ranks)[rank].clone() for t in by_token] + [
+        t[experts.start : experts.stop].clone() for t in by_expert
+    ]
+
+
+def rows_of_busiest(topk_idx: Tensor, num_experts: int, ranks: int) -> int:
+    """Rows that the rank receives which receives most; [T, K] of all ranks."""
+    counts = topk_idx.flatten().long().bincount(minlength=num_experts)
+    owned = (expert_range(num_experts, rank, ranks) for rank in range(ranks))
+    return max(int(counts[experts.start : experts.stop].sum()) for experts in owned)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def group_forward(rank: Rank, part: Layer, config: Config) -> Tensor:
+    """y of this rank's tokens."""
+    return torch.ops.moe.dispatch_gemm_combine(
+        part.x,
+        part.topk_idx,
+        part.topk_weights,
+        part.w_gate_up,
+        part.w_down,
+        num_experts=part.shape.num_experts,
+        group_name=rank.group.group_name,
+        transport=config.transport,
+        backend=config.backend,
+    )
+
+
+def group_step(rank: Rank, part: Layer, dy: Tensor, config: Config) -> Step:
+    """The forward has run on all ranks."""
+    given = make_leaves(part)
+    leaves = (given.x, given.topk_weights, given.w_gate_up, given.w_down)
+    return Step(group_forward(rank, given, config), leaves, dy)
+
+
+def results_of(step: Step) -> list[Tensor]:
+    """y and all gradients."""
+    return [step.y.detach(), *step.gradients()]
+
+
+def expected_share(rank: Rank, layer: Layer, dy: Tensor, backend: str) -> list[Tensor]:
+    """This rank's share of what one rank computes. The ranks take turns, so that one at a time has the whole there."""
+    share: list[Tensor] = []
+    for turn in range(rank.ranks):
+        if turn == rank.rank:
+            results = results_of(make_step(layer, backend, "", dy))
+            share = share_of_results(results, layer.shape.num_experts, rank.rank, rank.ranks)
+            del results
+            moe_megakernel.check_errors()
+            moe_megakernel.release_workspaces()
+            free_memory(rank.device)
+        rank.meet()
+    return share
+
+
+def check_bits(rank: Rank, step: Step, expected: list[Tensor]) -> None:
+    """Compares y and all gradients of this rank with what one rank computes.
+
+    Raises:
+        RuntimeError: a bit differs.
+    """
+    for name, found, want in zip(("y", *NAMES), results_of(step), expected, strict=True):
+        wrong = int((found.view(torch.uint8) != want.view(torch.uint8)).sum())
+        if wrong:
+            what = "y" if name == "y" else f"gradient of {name}"
+            raise RuntimeError(f"ranks: rank {rank.rank}: {what}: expected one rank's bits, got {wrong} other bytes")
+    moe_megakernel.check_errors()
+
+
+def free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def time_steps(call: Call, steps: int, flush: Flush | None, start: Callable[[], None]) -> float:
+    """Milliseconds of one of `steps` calls back to back, from `start` on the device to the end of the last one."""
+    call()  # what the other way to run left behind, workspace or clock, is not part of it
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if flush is not None:
+        flush()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    start()
+    begin.record()
+    for _ in range(steps):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / steps
+
+
+class Timer:
+    """Times one rank and several in turn. Every rank calls `measure` in the same order."""
+
+    def __init__(self, rank: Rank, config: Config, sms: int) -> None:
+        self._rank, self._config, self._sms = rank, config, sms
+        # Kept, because the barrier lives in its memory.
+        self._shared = symmetric.empty(16, dtype=torch.int32, device=rank.device)
+        self._handle = symmetric.rendezvous(self._shared, rank.group)
+        self._flush = Flush()
+
+    def measure(self, single: Call | None, several: Call, cache: str) -> tuple[int, Times, Times]:
+        """Steps of a sample, times of `single`, which rank 0 has, and of the last rank to end `several`."""
+        flush = self._flush if cache == "cold" else None
+        # Cold caches stay cold for one step only.
+        steps = 1 if flush is not None else self._config.steps
+        alone: list[float] = []
+        together: list[float] = []
+        for _ in range(self._config.rounds + 1):
+            if single is not None:
+                moe_megakernel.set_num_sms(self._sms * self._rank.ranks)
+                alone.append(time_steps(single, steps, flush, lambda: None))
+                moe_megakernel.set_num_sms(self._sms)
+            self._rank.meet()
+            together.append(time_steps(several, steps, flush, self._start))
+            self._rank.meet()
+        moe_megakernel.check_errors()
+        # The first round warms up.
+        by_rank = self._rank.gather((alone[1:], together[1:]))
+        last = [max(spans) for spans in zip(*(spans for _, spans in by_rank), strict=True)]
+        return steps, _times(by_rank[0][0]), _times(last)
+
+    def _start(self) -> None:
+        self._handle.barrier(0, int(TIMEOUT * 1000))
+
+
+def _times(spans: list[float]) -> Times:
+    return Times(median(spans), min(spans), max(spans))
+
+
+def measure(rank: Rank, config: Config, commit: str) -> tuple[dict[str, str], list[Found]]:
+    """Where it ran, and what came out; the same on every rank."""
+    moe_megakernel.set_timeout(TIMEOUT)
+    sms = sms_of_rank(device_sms(torch.cuda.current_device()), rank.ranks)
+    moe_megakernel.set_num_sms(sms)
+    timer = Timer(rank, config, sms)
+    found = []
+    for letter in config.letters:
+        found += _measure_shape(rank, config, timer, letter, sms)
+        free_memory(rank.device)
+        rank.meet()
+    return report.machine(commit), found
+
+
+def _measure_shape(rank: Rank, config: Config, timer: Timer, letter: str, sms: int) -> list[Found]:
+    layer: Any = make_layer(benchmark_shapes()[letter], config.routing)  # the same on every rank
+    dy: Any = make_dy(layer)
+    expected: Any = expected_share(rank, layer, dy, config.backend)
+    part = share_of(layer, rank.rank, rank.ranks)
+    part_dy = dy.tensor_split(rank.ranks)[rank.rank].clone()
+    rows = rows_of_busiest(layer.topk_idx, layer.shape.num_experts, rank.ranks)
+    moe_megakernel.reserve(rank.group, len(part.x), layer.shape.top_k, rows)
+    single: dict[str, Call | None] = dict.fromkeys(DIRECTIONS)
+    if rank.rank == 0:
+        whole = make_step(layer, config.backend, "", dy)
+        single = {"forward": lambda: layer.forward(config.backend), "backward": lambda: whole.gradients()[0]}
+    else:
+        layer = dy = None
+        free_memory(rank.device)
+    step = group_step(rank, part, part_dy, config)
+    check_bits(rank, step, expected)
+    expected = None
+    several: dict[str, Call] = {
+        "forward": lambda: group_forward(rank, part, config),
+        "backward": lambda: step.gradients()[0],
+    }
+    results = []
+    for direction in DIRECTIONS:
+        for cache in config.caches:
+            steps, alone, together = timer.measure(single[direction], several[direction], cache)
+            results.append(Found(letter, direction, cache, steps, sms, alone, together))
+    rank.meet()
+    return results

@@ -1,0 +1,127 @@
+"""Measures what it costs to split one batch over several ranks of one GPU: `python -m benchmarks.ranks --ranks 4`.
+
+See benchmarks/README.md. The bits of y and of all gradients are compared with one rank's before anything is timed; rows
+go to a CSV file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moe_megakernel.backends import BACKENDS, TRANSPORTS
+
+from . import report
+from .driver import ROUTINGS, benchmark_shapes, split
+from .group import require_gpu, run_ranks, sharing
+from .rank_steps import CACHES, Config, Found, measure
+
+#: What all ranks may take of one rank's time.
+TARGET = 1.10
+
+
+@dataclass(frozen=True)
+class Row(report.Origin):
+    """T: of all ranks together; sharing: mps or slices; steps: of a sample, back to back; sms: of a rank; ms: a step of
+    all ranks, from a common start to the end of the last; single_ms: of one rank with ranks * sms; ratio: ms over
+    single_ms.
+    """
+
+    ranks: int
+    sharing: str
+    routing: str
+    direction: str
+    impl: str
+    transport: str
+    cache: str
+    steps: int
+    sms: int
+    ms_median: float
+    ms_min: float
+    ms_max: float
+    single_ms_median: float
+    single_ms_min: float
+    single_ms_max: float
+    ratio: float
+
+
+def make_row(machine: dict[str, str], ranks: int, how: str, config: Config, found: Found) -> Row:
+    """The row of one measurement."""
+    several, single = found.several, found.single
+    return Row(
+        **(machine | report.named_shape(found.letter, benchmark_shapes()[found.letter])),
+        ranks=ranks,
+        sharing=how,
+        routing=config.routing,
+        direction=found.direction,
+        impl=config.backend,
+        transport=config.transport,
+        cache=found.cache,
+        steps=found.steps,
+        sms=found.sms,
+        ms_median=several.median,
+        ms_min=several.least,
+        ms_max=several.most,
+        single_ms_median=single.median,
+        single_ms_min=single.least,
+        single_ms_max=single.most,
+        ratio=several.median / single.median,
+    )
+
+
+def text(row: Row) -> str:
+    """A line for the terminal."""
+    return (
+        f"{row.shape}, {row.direction}, {row.cache}: {row.ranks} ranks of {row.sms} SMs {row.ms_median:.3f} ms "
+        f"({row.ms_min:.3f} to {row.ms_max:.3f}), one of {row.ranks * row.sms} {row.single_ms_median:.3f} ms "
+        f"({row.single_ms_min:.3f} to {row.single_ms_max:.3f}): {row.ratio:.3f}, "
+        f"{'within' if row.ratio <= TARGET else 'above'} {TARGET:.2f}"
+    )
+
+
+def main(
+    ranks: Annotated[int, typer.Option(help="Processes, all on the first GPU.", min=2)] = 4,
+    shapes: Annotated[str, typer.Option(help="Letters, for instance A,D.")] = "A,D",
+    routing: Annotated[str, typer.Option(help="uniform or zipf.")] = "uniform",
+    backend: Annotated[str, typer.Option(help="Of the layer.")] = "mega",
+    transport: Annotated[str, typer.Option(help="Of the layer.")] = "peer",
+    cache: Annotated[str, typer.Option(help="cold: one step at a time; hot: several back to back.")] = "cold,hot",
+    rounds: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 15,
+    steps: Annotated[int, typer.Option(help="Of a sample where caches are hot.", min=1)] = 10,
+    mps: Annotated[bool, typer.Option("--mps/--no-mps", help="Start MPS, unless the environment names one.")] = True,
+    commit: Annotated[str, typer.Option(help="Written to the rows.")] = "",
+    out: Annotated[Path | None, typer.Option(help="CSV file; by default benchmarks/results/<gpu>/ranks.csv.")] = None,
+) -> None:
+    """Time ranks that share a GPU beside one rank."""
+    for value, allowed, option in (
+        (routing, ROUTINGS, "--routing"),
+        (backend, BACKENDS, "--backend"),
+        (transport, TRANSPORTS, "--transport"),
+    ):
+        if value not in allowed:
+            raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {value!r}", param_hint=option)
+    config = Config(
+        letters=tuple(split(shapes, tuple(benchmark_shapes()), "--shapes")),
+        routing=routing,
+        backend=backend,
+        transport=transport,
+        caches=tuple(split(cache, CACHES, "--cache")),
+        rounds=rounds,
+        steps=steps,
+    )
+    require_gpu()
+    with sharing(ranks, mps, gpus=1) as how:
+        machine, results = run_ranks(measure, ranks, config, commit, limit=570.0, gpus=1)
+    path = report.default_path("ranks", machine["gpu"]) if out is None else out
+    rows = [make_row(machine, ranks, how, config, found) for found in results]
+    report.append(path, rows)
+    for row in rows:
+        typer.echo(text(row))
+    typer.echo(f"rows are in {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
