@@ -19,7 +19,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.worker import Call
+import torch
+from tests.distributed.worker import Call, Start
+
+from moe_megakernel.distributed.device_sharing import sharing_environment
 
 ROOT = Path(__file__).parents[2]
 #: Seconds: to import torch and join the world, to run a call, for the others once one has failed, to end once told to.
@@ -34,18 +37,27 @@ def _python_path() -> str:
 
 
 class Pool:
-    """`ranks` processes in one gloo world.
+    """`ranks` processes in one gloo world, started at the first call and kept for the next ones.
 
     Args:
         ranks: W.
         environment: variables set in the processes.
         folder: where a `FileStore` is kept; by default rank 0 hosts a TCP store on a free port.
+        device: "cpu" or "cuda"; ranks are dealt out over the GPUs there are, and share them where there are too few.
     """
 
-    def __init__(self, ranks: int, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        device: str = "cpu",
+    ) -> None:
         self.ranks = ranks
         self._environment = {**os.environ, **(environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-        self._folder = folder
+        if device == "cuda":
+            self._environment |= sharing_environment(ranks, torch.cuda.device_count())
+        self._folder, self._device = folder, device
         self._workers: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         self._logs: list[Any] = []
@@ -78,7 +90,15 @@ class Pool:
         return self._collect(limit)
 
     def close(self) -> None:
-        """Ends the processes by force."""
+        """Ends the processes by force. Where they use a GPU they get the time to leave it in order."""
+        if self._device == "cuda":
+            # A client of MPS that is killed in a kernel can disturb the others. Kernels' waits end by themselves.
+            for link in self._links:
+                link.close()
+            deadline = time.monotonic() + GRACE
+            for worker in self._workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
             worker.kill()
             worker.wait()
@@ -125,7 +145,8 @@ class Pool:
             theirs.close()
             self._workers.append(worker)
             self._links.append(ours)
-            ours.send_bytes(pickle.dumps((rank, self.ranks, None if self._folder is None else str(self._folder))))
+            folder = None if self._folder is None else str(self._folder)
+            ours.send_bytes(pickle.dumps(Start(rank, self.ranks, folder, self._device)))
         if self._folder is None:
             assert self._links[0].poll(START_LIMIT), f"rank 0 did not start{self._tail(0)}"
             kind, port = self._receive(0)
