@@ -17,6 +17,8 @@ from tests.gpu.layers import missing_kernels
 
 # Without it, torch may refuse cuBLAS under `use_deterministic_algorithms`; the processes inherit it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+#: Seconds for a call; longer than ranks wait for each other, so that a rank tells what it has waited for.
+LIMIT = 70.0
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +32,7 @@ def kernels() -> None:
 @pytest.fixture(scope="session", params=[2, 4, 8])
 def pool(kernels: None, request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Processes for W ranks: 2, 4 and 8, or those of `parametrize("pool", [...], indirect=True)`."""
-    ranks = Pool(request.param, device="cuda")
+    ranks = Pool(request.param, device="cuda", limit=LIMIT)
     yield ranks
     ranks.close()
 
@@ -41,7 +43,7 @@ def own_ranks(kernels: None) -> Iterator[Callable[..., Pool]]:
     pools: list[Pool] = []
 
     def make(ranks: int, **options: Any) -> Pool:
-        pools.append(Pool(ranks, device="cuda", **options))
+        pools.append(Pool(ranks, device="cuda", limit=LIMIT, **options))
         return pools[-1]
 
     yield make

@@ -34,4 +34,4 @@ def check_numbers(rank: Rank, compiler: str, dynamic: bool, splits: list[list[in
     ],
 )
 def test_a17_training_step(pool: Pool, compiler: str, dynamic: bool, splits: list[list[int]]) -> None:
-    pool.run(check_numbers, compiler, dynamic, splits)
+    pool.run(check_numbers, compiler, dynamic, splits, limit=200.0)

@@ -97,6 +97,8 @@ SOME = (
     "top 8",
     "wide",
 )
+#: Seconds for what takes long where ranks take turns on a GPU.
+LONG = 200.0
 LARGE = Layer(4000, 16, 4, 1024, 512, routing=ZIPF, options={"bias": True})
 
 
@@ -262,4 +264,4 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("backend", "number"), [("mega", 1000), ("staged", 200)])
 def test_a_thousand_steps(pool: Pool, backend: str, number: int) -> None:
-    pool.run(check_many_steps, backend, number, world=True)
+    pool.run(check_many_steps, backend, number, world=True, limit=LONG)

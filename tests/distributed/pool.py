@@ -44,6 +44,7 @@ class Pool:
         environment: variables set in the processes.
         folder: where a `FileStore` is kept; by default rank 0 hosts a TCP store on a free port.
         device: "cpu" or "cuda"; ranks are dealt out over the GPUs there are, and share them where there are too few.
+        limit: seconds for a call of all ranks together, unless the call says otherwise.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Pool:
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
         device: str = "cpu",
+        limit: float = CALL_LIMIT,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self._limit = ranks, limit
         self._environment = {**os.environ, **(environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
         if device == "cuda":
             self._environment |= sharing_environment(ranks, torch.cuda.device_count())
@@ -62,14 +64,14 @@ class Pool:
         self._links: list[Connection] = []
         self._logs: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float = CALL_LIMIT) -> list:
+    def run(self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float | None = None) -> list:
         """Runs `function(rank, *args)` on every rank and returns the results in rank order.
 
         Args:
             function: a function of a module, found by its name; its first argument is a `worker.Rank`.
             args: pickled.
             world: run it on the world group instead of a new one.
-            limit: seconds for all ranks together.
+            limit: seconds for all ranks together, beside those that the processes take to start.
 
         Raises:
             AssertionError: a rank raised, died or did not answer; the processes are replaced.
@@ -81,13 +83,13 @@ class Pool:
         return answers
 
     def run_with_deaths(
-        self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float = CALL_LIMIT
+        self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float | None = None
     ) -> list:
         """As `run`, but the answer of a rank that was killed by SIGKILL is `KILLED`."""
-        self._start()
+        starting = START_LIMIT if self._start() else 0.0
         for link in self._links:
             link.send_bytes(pickle.dumps(Call(function, args, world)))
-        return self._collect(limit)
+        return self._collect(starting + (self._limit if limit is None else limit))
 
     def close(self) -> None:
         """Ends the processes by force. Where they use a GPU they get the time to leave it in order."""
@@ -126,9 +128,10 @@ class Pool:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Starts the processes unless they are there; whether it did."""
         if self._workers:
-            return
+            return False
         self._logs = [tempfile.TemporaryFile() for _ in range(self.ranks)]  # noqa: SIM115 (read after a failure)
         for rank in range(self.ranks):
             ours, theirs = Pipe()
@@ -153,9 +156,10 @@ class Pool:
             assert kind == "port", port
             for link in self._links[1:]:
                 link.send_bytes(pickle.dumps(port))
+        return True
 
     def _collect(self, limit: float) -> list:
-        deadline = time.monotonic() + START_LIMIT + limit
+        deadline = time.monotonic() + limit
         answers: list[Any] = [KILLED] * self.ranks
         failures: dict[int, str] = {}
         waiting = set(range(self.ranks))
