@@ -2,7 +2,7 @@
 # Python >= 3.10 with venv, a C++17 compiler and pip's index. `make help` lists the targets; CONTRIBUTING.md explains them.
 #
 # Variables: PYTHON (interpreter that the environment is made with), VENV (its folder), TORCH (what pip installs as torch),
-# CUTLASS (what it installs as the CUTLASS headers, where there is nvcc), ARGS (passed on by test and demo).
+# CUTLASS (what it installs as the CUTLASS headers, where there is nvcc), ARGS (passed on by test, test-dist-gpu and demo).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,15 +18,18 @@ PACKAGE_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(filter ker
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build test demo lint format clean FORCE
+.PHONY: help build test test-dist-gpu demo lint format clean FORCE
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 build: $(VENV)/.stamp-package ## make the environment, compile the C++ and (with nvcc) CUDA libraries, install the package editable
 
 test: $(VENV)/.stamp-package ## run the test suite; ARGS="tests/unit -k route" goes to pytest
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-dist-gpu: $(VENV)/.stamp-package ## test several ranks on this machine's GPUs, under NVIDIA MPS where they share one; ARGS as for test
+	$(BIN)/python -m tests.dist_gpu $(ARGS)
 
 demo: $(VENV)/.stamp-package ## train a small language model on this machine, into runs/demo; ARGS="--ranks 4" goes to train
 	$(BIN)/moe-megakernel train $(ARGS)

@@ -52,7 +52,9 @@ def _available_backends(
 
 def available_transports(device_type: str) -> dict[str, str]:
     """Says for every transport why it cannot be used, or "" where it can."""
-    peer = "not in this build (needs the CUDA kernels)" if device_type == "cuda" else "needs CUDA devices"
+    peer = "" if built_capabilities() else "not in this build (needs the CUDA kernels)"
+    if device_type != "cuda":
+        peer = "needs CUDA devices"
     return {"peer": peer, "collective": ""}
 
 
@@ -89,11 +91,18 @@ def _select_backend(
     return _select("backend", asked, _available_backends(device_type, capability, capabilities))
 
 
-@lru_cache
 def select_transport(asked: str, device_type: str) -> str:
-    """The transport of a call with `transport=asked`; "auto" takes the first usable of peer, collective.
+    """The transport of a call with `transport=asked`.
+
+    "auto" stays "auto" where `peer` may be usable: the ranks of the group find out together, at its first call.
 
     Raises:
         ValueError: as in `select_backend`.
     """
-    return _select("transport", asked, available_transports(device_type))
+    return _select_transport(asked, device_type, bool(built_capabilities()))
+
+
+@lru_cache
+def _select_transport(asked: str, device_type: str, built: bool) -> str:
+    selected = _select("transport", asked, available_transports(device_type))
+    return "auto" if asked == "auto" and selected == "peer" else selected

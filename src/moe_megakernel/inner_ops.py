@@ -14,11 +14,12 @@ from torch import Tensor
 from . import _native
 from . import plan_ops as _plan_ops  # noqa: F401  (schemas of the ops that C++ implements)
 from .checks import OP
-from .distributed.group import get_group
+from .distributed.group import Group, get_group
 from .distributed.layer import FORWARD, GroupPlan, group_backward, group_forward
 from .errors import MoEError, raise_pending
 from .hopper.backward import layer_backward as hopper_layer_backward
 from .hopper.forward import layer_forward as hopper_layer_forward
+from .hopper.peer import peer_backward, peer_fault, peer_forward
 from .reference.experts import RowGrads
 from .reference.layer import layer_backward, layer_forward
 from .reference.route import route
@@ -27,6 +28,7 @@ from .schemas import (
     BACKWARD_TENSORS,
     LAYER_ARGUMENTS,
     GroupOptions,
+    Options,
     lib,
     read_backward,
     read_forward,
@@ -62,6 +64,22 @@ def _raise_pending(device: torch.device, group: GroupOptions | None) -> None:
         raise
 
 
+def _peers(group: GroupOptions, options: Options, device: torch.device) -> Group | None:
+    """The group if its ranks share memory and the kernels run the call; None: rows travel by collectives.
+
+    Raises:
+        ValueError: "peer" was asked for and cannot be, on every rank alike.
+    """
+    if group.transport == "collective":
+        return None
+    state = get_group(group.group_name)
+    fault = "needs the backend mega or staged" if options.backend == "reference" else ""
+    fault = fault or peer_fault(state, device, group.transport)
+    if fault and group.transport == "peer":
+        raise ValueError(f"{OP}: transport: expected one usable here (collective), got 'peer': {fault}")
+    return None if fault else state
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     if len(args) == LAYER_ARGUMENTS and args[BACKEND] != "reference":  # unpacked there, without names on the way
         x = args[0]
@@ -69,7 +87,11 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         y, h, expert_offsets, row_route = hopper_layer_forward(*args)
         return y, h, _anchor(x), expert_offsets, row_route
     inputs, num_experts, group, options = read_forward(args)
-    _raise_pending(inputs.x.device, group)
+    peers = None if group is None else _peers(group, options, inputs.x.device)
+    _raise_pending(inputs.x.device, None if peers is not None else group)
+    if peers is not None and group is not None:
+        y, h, saved = peer_forward(inputs.x, peers, inputs, num_experts, group.row_capacity, options)
+        return y, h, _anchor(y), saved.expert_offsets, saved.row_order, saved.route_order, saved.splits
     _refuse_capture(inputs.x.device, options.backend, group)
     given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
@@ -84,6 +106,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _backward(args: tuple[Any, ...], grouped: bool) -> tuple[Tensor, ...]:
     saved, plan, main_grads, group, options = read_backward(args, grouped)
+    if group is not None:
+        peers = _peers(group, options, saved.dy.device)
+        if peers is not None:
+            return peer_backward(saved.dy, peers, saved, GroupPlan(saved.expert_offsets, *plan), main_grads, options)
     _refuse_capture(saved.dy.device, options.backend, group)
     given = (saved.dy, saved.x, saved.topk_weights, saved.weights, saved.h)
     rest = (options.act, unpack_needs(options.needs), options.recompute, main_grads)

@@ -19,7 +19,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.worker import Call
+import torch
+from tests.distributed.worker import Call, Start
+
+from moe_megakernel.distributed.device_sharing import sharing_environment
 
 ROOT = Path(__file__).parents[2]
 #: Seconds: to import torch and join the world, to run a call, for the others once one has failed, to end once told to.
@@ -34,30 +37,41 @@ def _python_path() -> str:
 
 
 class Pool:
-    """`ranks` processes in one gloo world.
+    """`ranks` processes in one gloo world, started at the first call and kept for the next ones.
 
     Args:
         ranks: W.
         environment: variables set in the processes.
         folder: where a `FileStore` is kept; by default rank 0 hosts a TCP store on a free port.
+        device: "cpu" or "cuda"; ranks are dealt out over the GPUs there are, and share them where there are too few.
+        limit: seconds for a call of all ranks together, unless the call says otherwise.
     """
 
-    def __init__(self, ranks: int, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        ranks: int,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        device: str = "cpu",
+        limit: float = CALL_LIMIT,
+    ) -> None:
+        self.ranks, self._limit = ranks, limit
         self._environment = {**os.environ, **(environment or {}), "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
-        self._folder = folder
+        if device == "cuda":
+            self._environment |= sharing_environment(ranks, torch.cuda.device_count())
+        self._folder, self._device = folder, device
         self._workers: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         self._logs: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float = CALL_LIMIT) -> list:
+    def run(self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float | None = None) -> list:
         """Runs `function(rank, *args)` on every rank and returns the results in rank order.
 
         Args:
             function: a function of a module, found by its name; its first argument is a `worker.Rank`.
             args: pickled.
             world: run it on the world group instead of a new one.
-            limit: seconds for all ranks together.
+            limit: seconds for all ranks together, beside those that the processes take to start.
 
         Raises:
             AssertionError: a rank raised, died or did not answer; the processes are replaced.
@@ -69,16 +83,24 @@ class Pool:
         return answers
 
     def run_with_deaths(
-        self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float = CALL_LIMIT
+        self, function: Callable[..., Any], *args: Any, world: bool = False, limit: float | None = None
     ) -> list:
         """As `run`, but the answer of a rank that was killed by SIGKILL is `KILLED`."""
-        self._start()
+        starting = START_LIMIT if self._start() else 0.0
         for link in self._links:
             link.send_bytes(pickle.dumps(Call(function, args, world)))
-        return self._collect(limit)
+        return self._collect(starting + (self._limit if limit is None else limit))
 
     def close(self) -> None:
-        """Ends the processes by force."""
+        """Ends the processes by force. Where they use a GPU they get the time to leave it in order."""
+        if self._device == "cuda":
+            # A client of MPS that is killed in a kernel can disturb the others. Kernels' waits end by themselves.
+            for link in self._links:
+                link.close()
+            deadline = time.monotonic() + GRACE
+            for worker in self._workers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.wait(max(0.0, deadline - time.monotonic()))
         for worker in self._workers:
             worker.kill()
             worker.wait()
@@ -106,9 +128,10 @@ class Pool:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Starts the processes unless they are there; whether it did."""
         if self._workers:
-            return
+            return False
         self._logs = [tempfile.TemporaryFile() for _ in range(self.ranks)]  # noqa: SIM115 (read after a failure)
         for rank in range(self.ranks):
             ours, theirs = Pipe()
@@ -125,16 +148,18 @@ class Pool:
             theirs.close()
             self._workers.append(worker)
             self._links.append(ours)
-            ours.send_bytes(pickle.dumps((rank, self.ranks, None if self._folder is None else str(self._folder))))
+            folder = None if self._folder is None else str(self._folder)
+            ours.send_bytes(pickle.dumps(Start(rank, self.ranks, folder, self._device)))
         if self._folder is None:
             assert self._links[0].poll(START_LIMIT), f"rank 0 did not start{self._tail(0)}"
             kind, port = self._receive(0)
             assert kind == "port", port
             for link in self._links[1:]:
                 link.send_bytes(pickle.dumps(port))
+        return True
 
     def _collect(self, limit: float) -> list:
-        deadline = time.monotonic() + START_LIMIT + limit
+        deadline = time.monotonic() + limit
         answers: list[Any] = [KILLED] * self.ranks
         failures: dict[int, str] = {}
         waiting = set(range(self.ranks))

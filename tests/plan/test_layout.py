@@ -11,7 +11,7 @@ from moe_megakernel.plan import PlanConfig, Problem, Schedule, Tiling, make_layo
 from moe_megakernel.plan_names import Region
 
 INT32, INT64, FLOAT = 4, 8, 4
-ROW_SOURCE, ROW_TILE_ENTRY, SEGMENT, TASK, HEADER, LAUNCH = 8, 12, 16, 20, 40, 24
+ROW_SOURCE, ROW_TILE_ENTRY, SEGMENT, TASK, HEADER, MEETING, LAUNCH = 8, 12, 16, 20, 128, 40, 24
 PLAN_SIZES = 72
 ALIGNMENT = 256
 PLAN_BLOCKS, SHARED_WORDS = 8, 225 * 256  # of the cluster that builds the plan

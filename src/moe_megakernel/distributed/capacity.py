@@ -87,6 +87,14 @@ def traced_row_capacity(group: Group, asked: int) -> int:
     return group.row_capacity
 
 
+def agree_first(group: Group, payloads: list[dict[str, Any]]) -> None:
+    """Takes the capacities from a group's first call (keys tokens, top_k, row_capacity), unless there are some."""
+    if group.max_tokens is None or group.row_capacity is None:
+        asked = payloads[0]["row_capacity"]
+        group.max_tokens = max(p["tokens"] for p in payloads)
+        group.row_capacity = default_row_capacity(group.max_tokens, payloads[0]["top_k"]) if asked < 0 else asked
+
+
 def agree(group: Group, op: str, payloads: list[dict[str, Any]]) -> int | CapacityError:
     """Takes the capacity decision of one call from all ranks' payloads (keys tokens, top_k, row_capacity, sends).
 
@@ -95,9 +103,9 @@ def agree(group: Group, op: str, payloads: list[dict[str, Any]]) -> int | Capaci
     """
     tokens = [p["tokens"] for p in payloads]
     asked = payloads[0]["row_capacity"]
-    if group.max_tokens is None or group.row_capacity is None:
-        group.max_tokens = max(tokens)
-        group.row_capacity = default_row_capacity(group.max_tokens, payloads[0]["top_k"]) if asked < 0 else asked
+    agree_first(group, payloads)
+    assert group.max_tokens is not None
+    assert group.row_capacity is not None
     advice = "call moe_megakernel.reserve on every rank"
     if max(tokens) > group.max_tokens:
         r = tokens.index(max(tokens))

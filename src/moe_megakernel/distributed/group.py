@@ -14,12 +14,16 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ..config import get_timeout
 from ..errors import GroupError, MismatchError, MoEError
+
+if TYPE_CHECKING:
+    from ..hopper.peer_memory import PeerMemory
 
 #: Seconds of the one blocking wait in the store; most peers arrive within it. The store warns of each that runs out.
 _BLOCKING = 2.0
@@ -48,6 +52,11 @@ class Group:
         #: A collective was left in flight: the process group cannot be used again, the store can.
         self.broken = False
         self._lock = threading.Lock()
+        #: Why the `peer` transport cannot be used, "" if it can; None before the ranks have found out.
+        self.peer_fault: str | None = None
+        #: What the ranks share for it, and what captured graphs still use.
+        self.peer: PeerMemory | None = None
+        self.outgrown: list[PeerMemory] = []
 
     @property
     def pg(self) -> dist.ProcessGroup | None:
@@ -188,6 +197,11 @@ class Group:
         if self._store.check([self._key("suspect")]):
             self._store.set(self._key("roll", self.rank), "here")
 
+    def fail(self, message: str) -> None:
+        """Marks the group as unusable until `rebuild`, here and for ranks that come to a gate."""
+        if self._failure is None:
+            self._record_failure(message)
+
     def _record_failure(self, message: str) -> None:
         self._failure = message
         with contextlib.suppress(Exception):
@@ -208,6 +222,8 @@ class Group:
             GroupError: a rank did not come in time; the group is as before, and the call can be repeated. Or, on every
                 rank: a collective was left unfinished on some rank, and only a new process group helps.
         """
+        if self.peer is not None:
+            torch.cuda.synchronize(self.peer.device)
         with self._lock:
             try:
                 self._epoch, broken = self._agree_on_epoch()
@@ -216,6 +232,9 @@ class Group:
             except Exception as error:
                 raise GroupError(f"rebuild: route: group {self.name}: the group's store failed ({error})") from error
             self._gates, self._failure = 0, None
+            # Every rank has waited for its own launches before it came here.
+            self.peer = None
+            self.outgrown.clear()
             self.max_tokens = self.row_capacity = None
             if broken:
                 self._failure = f"rebuild: route: a collective was left unfinished on {_ranks_text(broken)}"

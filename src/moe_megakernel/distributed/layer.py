@@ -140,7 +140,7 @@ def group_forward(
         decision = _decide_forward(group, op, payloads)
         if isinstance(decision, MoEError):
             refuse(x.device, decision)
-            return _refused_forward(group, x, topk_idx, weights, row_capacity, save_h)
+            return refused_forward(group, x, topk_idx, weights, row_capacity, save_h)
         exchange = Collective(group, op, x.device)
         counts = exchange.all_gather("route", class_counts)
         starts = [sum(p["tokens"] for p in payloads[:r]) for r in range(group.ranks)]
@@ -270,7 +270,7 @@ def _saved_plan(plan: RowPlan, route_order: Tensor, capacity: int, device: torch
     )
 
 
-def _refused_forward(
+def refused_forward(
     group: Group, x: Tensor, topk_idx: Tensor, weights: Weights, row_capacity: int, save_h: bool
 ) -> tuple[Tensor, Tensor, GroupPlan]:
     """NaN outputs of a step whose error is raised later (CUDA)."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..plan_names import Direction
 from ..schemas import given_main_grad
 from .device_status import poll, status_record
-from .launch import hooks_for, num_sms_for, on_its_device, timeout_ns
-from .layout import aligned_bias, aligned_main_grad, aligned_rows, aligned_weight
+from .launch import PeerCall, hooks_for, num_sms_for, on_its_device, timeout_ns
+from .layout import aligned_bias, aligned_main_grad, aligned_rows, aligned_weight, separate_rows
 from .ops import ACTIVATION_NUMBERS
 from .workspaces import get_workspace
 
@@ -57,6 +57,8 @@ def layer_backward(
     backend: str,
     needs: int,
     recompute: bool,
+    peer: PeerCall | None = None,
+    group_experts: int = 0,
 ) -> Gradients:
     """One rank's backward on a CUDA device.
 
@@ -65,6 +67,7 @@ def layer_backward(
         dy: bfloat16 [T, H], any strides. topk_weights: float32 [T, K].
         h, expert_offsets, row_route: as `hopper.forward.layer_forward` returned them; h is not read with `recompute`.
         backend: "mega" or "staged".
+        peer, group_experts: the group that the rank is one of and E of all of it, as in `hopper.forward`.
 
     Returns:
         Contiguous gradients; NaN if the step was refused. Weight gradients with a main gradient are added to it.
@@ -86,11 +89,12 @@ def layer_backward(
     dbias_gate_up = new(num_experts, columns) if needs & 16 else None
     dbias_down = new(num_experts, hidden) if needs & 32 else None
     grads = (dx, dtopk_weights, dw_gate_up, dw_down, dbias_gate_up, dbias_down)
-    if tokens == 0:
+    if tokens == 0 and peer is None:
         for grad in grads:
             if grad is not None:
                 grad.zero_()
     elif needs:
+        rows = aligned_rows if peer is None else separate_rows
         poll(device)  # a timeout since the last forward has left a workspace that no launch may use
         staged, num_sms = backend == "staged", num_sms_for(device.index)
         sizes = (tokens, top_k, num_experts, hidden, width, gated, staged, num_sms)
@@ -98,10 +102,10 @@ def layer_backward(
         sum_gate_up = None if main_gate_up is None else aligned_main_grad(main_gate_up)
         sum_down = None if main_down is None else aligned_main_grad(main_down)
         _launch(
-            aligned_rows(dy),
-            None if x is None else aligned_rows(x),
+            rows(dy),
+            None if x is None else rows(x),
             topk_idx,
-            topk_weights,
+            topk_weights if peer is None else topk_weights.contiguous(),
             None if w_gate_up is None else aligned_weight(w_gate_up),
             None if w_down is None else aligned_weight(w_down),
             aligned_bias(bias_gate_up),
@@ -115,11 +119,11 @@ def layer_backward(
             dw_down if main_down is None else sum_down,
             dbias_gate_up,
             dbias_down,
-            get_workspace(device, workspace_bytes(*sizes)),
-            status_record(device).tensor,
+            get_workspace(device, workspace_bytes(*sizes)) if peer is None else peer.workspace,
+            status_record(device).tensor if peer is None else peer.status,
             log,
-            None,
-            num_experts,
+            None if peer is None else peer.group,
+            num_experts if peer is None else group_experts,
             width,
             ACTIVATION_NUMBERS[activation],
             alpha,

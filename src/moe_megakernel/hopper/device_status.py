@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..errors import MoEError, add_source, defer, invalid_id
+from ..errors import GroupError, MoEError, add_source, defer, invalid_id
 from ..plan_names import Counter, Role, TaskKind
 from .workspaces import drop_workspaces
+
+if TYPE_CHECKING:
+    from ..distributed.group import Group
 
 OP = "dispatch_gemm_combine"
 #: Words of a record: the code and kStatusValues values.
@@ -30,14 +35,25 @@ class StatusCode(IntEnum):
     NONE = 0
     BAD_ID = 1
     TIMEOUT = 2
+    MISMATCH = 3
+    MANY_TOKENS = 4
+    FULL = 5
+    PEER_ABORTED = 6
+    PEER_REFUSED = 7
 
 
 class StatusRecord:
-    """The record of one device. `tensor` is what the op takes, `words` the same memory without torch between."""
+    """The record of one device, or of one group's launches there.
 
-    def __init__(self, device: torch.device, tensor: Tensor) -> None:
+    `tensor` is what the op takes, `words` the same memory without torch between.
+    """
+
+    NUM_WORDS = NUM_WORDS
+
+    def __init__(self, device: torch.device, tensor: Tensor, group: Group | None = None) -> None:
         self.device = device
         self.tensor = tensor
+        self.group = group
         self.words = (ctypes.c_int64 * NUM_WORDS).from_address(tensor.data_ptr())
 
     def take(self) -> MoEError | None:
@@ -46,6 +62,13 @@ class StatusRecord:
         if code == StatusCode.NONE:
             return None
         self.words[0] = StatusCode.NONE
+        if self.group is not None:
+            from .peer_status import decode_group
+
+            error = decode_group(code, values)
+            if isinstance(error, GroupError):  # the group's memory is in disorder
+                self.group.fail(str(error))
+            return error
         if code != StatusCode.BAD_ID:  # a refused step leaves its workspace in order, one that ran out of time does not
             drop_workspaces(self.device.index)
         return decode(code, values)
@@ -53,6 +76,14 @@ class StatusRecord:
 
 _lock = threading.Lock()
 _records: dict[int, StatusRecord] = {}
+#: Of groups; weak, because a group's memory owns its record.
+_group_records: weakref.WeakSet[StatusRecord] = weakref.WeakSet()
+
+
+def add_group_record(record: StatusRecord) -> None:
+    """From now on errors are looked for in a group's record too."""
+    with _lock:
+        _group_records.add(record)
 
 
 def status_record(device: torch.device) -> StatusRecord:
@@ -78,6 +109,10 @@ def status_record(device: torch.device) -> StatusRecord:
 
 def poll(device: torch.device | None) -> None:
     """Hands what a device (None: any) has left to `errors.defer`. Reads host memory only."""
+    if _group_records:
+        for record in list(_group_records):
+            if device is None or record.device == device:
+                _poll(record)
     if not _records:
         return
     if device is None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..plan_names import Direction
 from .device_status import status_record
-from .launch import hooks_for, num_sms_for, on_its_device, timeout_ns
-from .layout import aligned_bias, aligned_rows, aligned_weight
+from .launch import PeerCall, hooks_for, num_sms_for, on_its_device, timeout_ns
+from .layout import aligned_bias, aligned_rows, aligned_weight, separate_rows
 from .ops import ACTIVATION_NUMBERS
 from .workspaces import get_workspace
 
@@ -49,6 +49,7 @@ def layer_forward(
     needs: int,
     recompute: bool,
     h: Tensor | None = None,
+    peer: PeerCall | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One rank's forward on a CUDA device.
 
@@ -57,6 +58,8 @@ def layer_forward(
         backend: "mega" or "staged".
         h: bfloat16 [T * K, 2I], contiguous, or [0, 2I]: where the caller wants h; None for a new tensor if backward
             needs one.
+        peer: the group that the rank is one of, then num_experts counts the whole group's and the rows are its
+            row_capacity; None for one rank.
 
     Returns:
         y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
@@ -67,19 +70,19 @@ def layer_forward(
     """
     device = x.device
     (tokens, top_k), (_, columns, hidden), width = topk_idx.shape, w_gate_up.shape, w_down.shape[2]
-    routes = tokens * top_k
+    routes = tokens * top_k if peer is None else peer.row_capacity
     y = x.new_empty(tokens, hidden)
     if h is None:
         h = x.new_empty(routes if needs and not recompute else 0, columns)
     row_route = topk_idx.new_empty(routes, dtype=torch.int32)
-    if tokens == 0:
+    if tokens == 0 and peer is None:
         return y, h, topk_idx.new_zeros(num_experts + 1, dtype=torch.int32), row_route
-    expert_offsets = topk_idx.new_empty(num_experts + 1, dtype=torch.int32)
+    expert_offsets = topk_idx.new_empty(w_gate_up.shape[0] + 1, dtype=torch.int32)
     staged, num_sms = backend == "staged", num_sms_for(device.index)
     sizes = (tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
     log, skip_counter, skip_index = hooks_for(Direction.FORWARD, sizes, device)
     _launch(
-        aligned_rows(x),
+        aligned_rows(x) if peer is None else separate_rows(x),
         topk_idx,
         topk_weights,
         aligned_weight(w_gate_up),
@@ -90,10 +93,10 @@ def layer_forward(
         h,
         expert_offsets,
         row_route,
-        get_workspace(device, workspace_bytes(*sizes)),
-        status_record(device).tensor,
+        get_workspace(device, workspace_bytes(*sizes)) if peer is None else peer.workspace,
+        status_record(device).tensor if peer is None else peer.status,
         log,
-        None,
+        None if peer is None else peer.group,
         num_experts,
         ACTIVATION_NUMBERS[activation],
         alpha,

@@ -33,6 +33,18 @@ class LaunchSizes(NamedTuple):
     num_sms: int
 
 
+class PeerCall(NamedTuple):
+    """What a launch of several ranks takes beside what one rank's takes, made by `hopper.peer`.
+
+    group: int64 [8], see `peer_memory.PeerMemory.numbers`. workspace, status: of the group, not of the device.
+    """
+
+    group: Tensor
+    workspace: Tensor
+    status: Tensor
+    row_capacity: int
+
+
 class LaunchHooks(NamedTuple):
     """The arguments of `hopper.ops` that only tests fill in."""
 

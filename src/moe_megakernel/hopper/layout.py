@@ -43,6 +43,11 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x if _fits(x, 0) else _copy(x)
 
 
+def separate_rows(x: Tensor) -> Tensor:
+    """The same with rows that do not overlap, so that they can be copied to a group's memory."""
+    return x if _fits(x, x.shape[1]) else _copy(x)
+
+
 def aligned_weight(weight: Tensor) -> Tensor:
     """A weight [L, rows, columns] in bfloat16, or a copy of it, that TMA can read."""
     return weight if _fits(weight, weight.shape[2]) else _copy(weight)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from moe_megakernel.backends import available_backends
+from moe_megakernel.distributed.device_sharing import sharing_environment, sms_of_a_rank
 
 from . import checkpoint
 from .config import ArgumentError, TrainConfig, TrainError, check_config, option
@@ -64,6 +65,17 @@ def _check_device(config: TrainConfig) -> None:
     if reason:
         usable = ", ".join(name for name, against in backends.items() if not against)
         raise ArgumentError("--backend", f"one that can run here ({usable})", f"{config.backend}: {reason}")
+    if config.device == "cuda":
+        _check_room(config.ranks)
+
+
+def _check_room(ranks: int) -> None:
+    """Ranks that share a GPU need some of its SMs each."""
+    devices = torch.cuda.device_count()
+    sms = min(torch.cuda.get_device_properties(index).multi_processor_count for index in range(devices))
+    if sms_of_a_rank(sms, ranks, devices) == 0:
+        found = f"{devices} GPU{'s' * (devices > 1)} of {sms} SMs, two for each rank"
+        raise ArgumentError("--ranks", f"at most {devices * (sms // 2)} on {found}", ranks)
 
 
 def _check_resume(config: TrainConfig, sha256: str) -> None:
@@ -102,11 +114,7 @@ def _run_ranks(config: TrainConfig, begun: float, scratch: Path) -> None:
 
 
 def _start(config: TrainConfig, begun: float, rank: int, port: int, scratch: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
-    if config.device == "cuda":
-        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    if sys.platform.startswith("linux"):  # the ranks are on one host: gloo need not resolve its name
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment = _environment(config)
     with (scratch / f"stderr-{rank}").open("wb") as errors:
         worker = subprocess.Popen(
             [sys.executable, "-m", "moe_megakernel.train.worker"],
@@ -122,6 +130,16 @@ def _start(config: TrainConfig, begun: float, rank: int, port: int, scratch: Pat
         worker.stdin.write(json.dumps(order).encode() + b"\n")
         worker.stdin.flush()
     return worker
+
+
+def _environment(config: TrainConfig) -> dict[str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads)}
+    if config.device == "cuda":
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+        environment |= sharing_environment(config.ranks, torch.cuda.device_count())
+    if sys.platform.startswith("linux"):  # the ranks are on one host: gloo need not resolve its name
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
 
 
 def _watch(workers: list[subprocess.Popen[bytes]], scratch: Path) -> None:

@@ -18,6 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import moe_megakernel
+from moe_megakernel.distributed.device_sharing import device_of, sms_of_a_rank
+
 from .config import TrainConfig, TrainError
 from .loop import train
 
@@ -47,11 +50,9 @@ def main() -> int:
 
 def _join(config: TrainConfig, rank: int, port: int) -> dist.ProcessGroup | None:
     """The group of all ranks; None for a run of one. NCCL where every rank has a GPU of its own, else gloo."""
-    if config.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    own_gpus = config.device == "cuda" and _take_device(rank, config.ranks)
     if config.ranks == 1:
         return None
-    own_gpus = config.device == "cuda" and torch.cuda.device_count() >= config.ranks
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own_gpus else "gloo",
         store=dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False),
@@ -59,6 +60,16 @@ def _join(config: TrainConfig, rank: int, port: int) -> dist.ProcessGroup | None
         world_size=config.ranks,
     )
     return dist.group.WORLD
+
+
+def _take_device(rank: int, ranks: int) -> bool:
+    """Chooses this rank's GPU, and its share of the SMs where others run there too; whether it has it to itself."""
+    devices = torch.cuda.device_count()
+    torch.cuda.set_device(device_of(rank, devices))
+    share = sms_of_a_rank(torch.cuda.get_device_properties().multi_processor_count, ranks, devices)
+    if share is not None and moe_megakernel.get_num_sms() is None:  # unless the environment says otherwise
+        moe_megakernel.set_num_sms(share)
+    return share is None
 
 
 def _read_line() -> bytes:
