@@ -96,10 +96,25 @@ void hopper_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_
   STD_TORCH_CHECK(error.empty(), kOp, "launch: ", error);
 }
 
+void hopper_group_refuse(const Tensor& workspace, const Tensor& status, const Tensor& group, std::int64_t timeout_ns) {
+  constexpr const char* kRefuseOp = "moe::hopper_group_refuse: ";
+  const PeerGroup peers = read_group(kRefuseOp, group);
+  const Checker check{kRefuseOp, workspace.get_device_index()};
+  check.contiguous("workspace", workspace, ScalarType::Byte, {workspace.numel()});
+  check_workspace(check, workspace, kZeroedBytes);
+  const torch::stable::accelerator::DeviceGuard guard(check.device);
+  const std::string error =
+      refuse_step(peers, workspace.mutable_data_ptr(), read_status(check, status), timeout_ns, current_stream(check));
+  STD_TORCH_CHECK(error.empty(), kRefuseOp, "launch: ", error);
+}
+
 }  // namespace
 }  // namespace moe
 
-STABLE_TORCH_LIBRARY_IMPL(moe, CUDA, m) { m.impl("hopper_forward", TORCH_BOX(&moe::hopper_forward)); }
+STABLE_TORCH_LIBRARY_IMPL(moe, CUDA, m) {
+  m.impl("hopper_forward", TORCH_BOX(&moe::hopper_forward));
+  m.impl("hopper_group_refuse", TORCH_BOX(&moe::hopper_group_refuse));
+}
 // It takes no tensor, so no device chooses its kernel.
 STABLE_TORCH_LIBRARY_IMPL(moe, CompositeExplicitAutograd, m) {
   m.impl("hopper_workspace_bytes", TORCH_BOX(&moe::hopper_workspace_bytes));

@@ -128,6 +128,23 @@ std::string forward_plan_fault(const Problem& problem, bool staged, std::int64_t
   return config_fault(PlanConfig{problem, choice.tiling, choice.schedule});
 }
 
+std::string refuse_step(const PeerGroup& group, void* workspace, StepStatus* status, std::int64_t timeout_ns,
+                        void* cuda_stream) {
+  // Flags, and what launches hand on, lie where no size of a layer moves them.
+  const Problem problem{group.num_ranks, group.rank, 1, 1, 1, 1, 0, 0, 0};
+  const ForwardChoice choice = choose_forward(problem, false, 2);
+  const ForwardWorkspace layout(problem, choice);
+  RefusalArguments arguments{};
+  arguments.peers = peer_memory(group, problem, choice.tiling, choice.schedule, kElementBytes);
+  arguments.launch =
+      reinterpret_cast<LaunchState*>(static_cast<unsigned char*>(workspace) + layout.offset(Region::kLaunch));
+  arguments.status = status;
+  arguments.timeout_ns = timeout_ns;
+  const std::lock_guard<std::mutex> lock(launch_mutex());
+  const cudaError_t error = launch_refusal(arguments, static_cast<cudaStream_t>(cuda_stream));
+  return error == cudaSuccess ? "" : launch_error("refuse", error);
+}
+
 std::string launch_forward(const ForwardArguments& arguments, void* cuda_stream) {
   auto* stream = static_cast<cudaStream_t>(cuda_stream);
   const ForwardChoice choice = choose_forward(arguments.problem, arguments.options.staged, arguments.options.num_sms);

@@ -14,7 +14,7 @@ namespace moe {
 std::string forward_fault(const ForwardArguments& arguments);
 
 // Bytes that `ForwardArguments::workspace` must have for this problem: never less for more tokens. The memory belongs
-// to one stream, its first kZeroedBytes (moe/forward/workspace.h) are zeroed when it is allocated, and it may be reused
+// to one stream, its first kZeroedBytes (moe/plan/layout.h) are zeroed when it is allocated, and it may be reused
 // by later launches of any size that fits.
 std::int64_t forward_workspace_bytes(const Problem& problem, bool staged, std::int64_t num_sms);
 
@@ -23,6 +23,11 @@ std::int64_t group_memory_bytes(const Problem& problem, bool staged, std::int64_
 
 // Why there is no plan for such sizes, or "".
 std::string forward_plan_fault(const Problem& problem, bool staged, std::int64_t num_sms);
+
+// Ends a step of a group that this rank refuses before its launch: the other ranks refuse it too. `workspace` and
+// `status` are those of the group's launches. Otherwise as launch_forward.
+std::string refuse_step(const PeerGroup& group, void* workspace, StepStatus* status, std::int64_t timeout_ns,
+                        void* cuda_stream);
 
 // Puts the launch (staged: the launches) on `cuda_stream`, a cudaStream_t of the current device, and returns without
 // waiting. No allocation, no synchronisation, so that the stream may be under capture. Threads may call it at once,

@@ -95,6 +95,7 @@ __device__ inline void report_refusal(const Meeting& m, const RankHeader* header
   const auto field = [&](HeaderField f) { return header.fields[static_cast<int>(f)]; };
   switch (kind) {
     case Refusal::kArguments:
+      if (rank == m.peers.rank) return;  // it has raised an error of its own
       return report_status(*m.status, StatusCode::kPeerRefused, {rank});
     case Refusal::kMismatch:
       return report_status(*m.status, StatusCode::kMismatch,

@@ -80,6 +80,36 @@ __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kPlanThrea
   if (blockIdx.x == 0 && threadIdx.x == 0) raise_plan_ready(end.plan, generation);
 }
 
+// A step that this rank refuses: it meets the others, so that they refuse it too, and is done at once. One block.
+__global__ void __launch_bounds__(kLanes) refuse_kernel(const __grid_constant__ Meeting meeting) {
+  __shared__ MeetingResult result;
+  Meeting m = meeting;
+  m.result = &result;
+  meet(m, m.header);
+  __syncthreads();
+  const PeerMemory& peers = m.peers;
+  const std::int64_t generation = m.launch->generation + 1;
+  const std::int64_t* word = peers.at<std::int64_t>(peers.rank, peers.abort);
+  const std::int64_t begin = global_ns();
+  if (result.aborted == 0) {
+    for (std::int64_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
+      store_release_system(peers.at<std::int64_t>(peer, peers.flag_done) + peers.rank, generation);
+    }
+    for (std::int64_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
+      const std::int64_t* flag = peers.at<std::int64_t>(peers.rank, peers.flag_done) + peer;
+      while (load_acquire_system(flag) < generation && load_relaxed_system(word) == 0) {
+        if (global_ns() - begin > m.timeout_ns) abort_peers(peers, peer);
+        __nanosleep(100);
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const std::int64_t culprit = load_relaxed_system(word);
+  if (result.aborted == 0 && culprit != 0) report_status(*m.status, StatusCode::kPeerAborted, {culprit - 1});
+  m.launch->generation = generation;
+}
+
 PlanJob plan_job(const RouteArguments& arguments, std::int64_t num_parts) {
   PlanJob job = plan_job(arguments.problem, arguments.tiling, arguments.schedule, arguments.memory);
   job.num_parts = static_cast<std::int32_t>(num_parts);
@@ -123,6 +153,18 @@ cudaError_t launch_ids(const RouteArguments& arguments, cudaStream_t stream) {
 cudaError_t launch_route(const RouteArguments& arguments, cudaStream_t stream) {
   return arguments.topk_idx.wide ? launch_ids<std::int64_t>(arguments, stream)
                                  : launch_ids<std::int32_t>(arguments, stream);
+}
+
+cudaError_t launch_refusal(const RefusalArguments& a, cudaStream_t stream) {
+  Meeting meeting{};
+  meeting.peers = a.peers;
+  meeting.header.refuses = 1;
+  meeting.header.bad_route = -1;
+  meeting.launch = a.launch;
+  meeting.status = a.status;
+  meeting.timeout_ns = a.timeout_ns;
+  refuse_kernel<<<1, kLanes, 0, stream>>>(meeting);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_plan(const RouteArguments& arguments, const std::int32_t* class_counts,

@@ -11,8 +11,13 @@
 
 namespace moe {
 
-// Requires W = 1 and num_experts <= kMaxRouteExperts. Never synchronises.
+// Requires num_experts <= kMaxRouteExperts. Of a group: the kernel waits for the other ranks', at most timeout_ns.
+// Never synchronises.
 cudaError_t launch_route(const RouteArguments& arguments, cudaStream_t stream);
+
+// Lets the other ranks of a group know that this one refuses the step, and ends it; waits for them as launch_route
+// does.
+cudaError_t launch_refusal(const RefusalArguments& arguments, cudaStream_t stream);
 
 // The plan alone, of any rank of any W, from class_counts [W, E, 64] and token_starts [W] in device memory. Reads of
 // `arguments` sizes and memory; writes what launch_route writes behind the sort, and sources. Requires the rows to fit

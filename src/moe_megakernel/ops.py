@@ -22,6 +22,7 @@ from .distributed.dtensor import local_weight, refuse_dtensor
 from .distributed.group import get_group, group_rank, group_ranks
 from .distributed.layer import FORWARD
 from .errors import MoEError
+from .hopper.peer import refuse_step
 from .hopper.support import device_capability, kernel_fault, settle_backend
 from .reference.numerics import compute_dtype
 from .schemas import Inputs, InputTensors, lib, packed_needs
@@ -92,7 +93,9 @@ def _dispatch_gemm_combine(
             checks.check_arguments(Inputs(*inputs), num_experts, group_rank(group_name), ranks, act, row_capacity)
     except (TypeError, ValueError) as error:
         if ranks > 1 and not _tracing(x):
-            get_group(group_name).report(FORWARD, "route", error)  # the others wait for this rank there
+            state = get_group(group_name)  # the others wait for this rank, on the device or in the store
+            if not refuse_step(state, device, transport, backend):
+                state.report(FORWARD, "route", error)
         raise
     settled = inputs[0]
     if usable != "reference":

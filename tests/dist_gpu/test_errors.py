@@ -27,7 +27,7 @@ from tests.distributed.worker import Rank
 from tests.steps import Results
 
 import moe_megakernel
-from moe_megakernel import CapacityError, MismatchError, RoutingError
+from moe_megakernel import CapacityError, MismatchError, MoEError, RoutingError
 from moe_megakernel.testing import LayerInputs, make_inputs, random_routing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
@@ -244,3 +244,32 @@ def check_other_calls(rank: Rank, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["mega", "staged"])
 def test_forward_against_backward(pool: Pool, backend: str) -> None:
     pool.run(check_other_calls, backend, world=True)
+
+
+# -- one rank's own arguments -----------------------------------------------------------------------------------------
+
+
+def check_own_error(rank: Rank, backend: str) -> None:
+    whole, tokens = LAYER.batch(rank)
+    reserve_for(rank, [(whole, tokens)])
+    expected = one_rank(rank, whole)
+    check_bits(rank, whole, tokens, backend, expected=expected)
+    for culprit in (rank.ranks - 1, 0):
+        if rank.rank == culprit:
+            broken = replace(whole, topk_idx=whole.topk_idx.double())
+            with pytest.raises(TypeError, match="topk_idx: expected"):
+                forward_of(rank, broken, tokens, backend=backend)
+            moe_megakernel.check_errors()
+        else:
+            expect_refused(
+                MoEError,
+                rf"rank {culprit} refused its arguments",
+                lambda: forward_of(rank, whole, tokens, backend=backend),
+            )
+        check_bits(rank, whole, tokens, backend, expected=expected)
+
+
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize("backend", ["mega", "staged"])
+def test_one_rank_passes_a_wrong_argument(pool: Pool, backend: str) -> None:
+    pool.run(check_own_error, backend, world=True)

@@ -55,7 +55,7 @@ def test_only_the_first_bytes_are_zeroed(device_state: SimpleNamespace, capturin
 
 
 def test_zeroed_bytes_are_those_of_the_header() -> None:
-    header = Path(__file__).resolve().parents[2] / "kernels/include/moe/forward/workspace.h"
+    header = Path(__file__).resolve().parents[2] / "kernels/include/moe/plan/layout.h"
     assert re.findall(r"kZeroedBytes = (\d+);", header.read_text()) == [str(ZEROED_BYTES)]
 
 

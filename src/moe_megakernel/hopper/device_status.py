@@ -67,7 +67,7 @@ class StatusRecord:
 
             error = decode_group(code, values)
             if isinstance(error, GroupError):  # the group's memory is in disorder
-                self.group.fail(str(error))
+                self.group.fail(f"rank {self.group.rank} reports: {error}")
             return error
         if code != StatusCode.BAD_ID:  # a refused step leaves its workspace in order, one that ran out of time does not
             drop_workspaces(self.device.index)

@@ -44,6 +44,7 @@ SCHEMAS = (
     "Tensor(d!) row_route, Tensor(e!) workspace, Tensor(f!) status, Tensor(g!)? log, Tensor? group, int num_experts, "
     f"{_LAUNCH}) -> ()",
     f"hopper_workspace_bytes({_SIZES}) -> int",
+    "hopper_group_refuse(Tensor(a!) workspace, Tensor(b!) status, Tensor group, int timeout_ns) -> ()",
     f"hopper_group_bytes({_SIZES}, int num_ranks, int row_capacity) -> Tensor",
     f"hopper_plan_config({_SIZES}) -> Tensor",
     "hopper_backward(Tensor dy, Tensor? x, Tensor topk_idx, Tensor topk_weights, Tensor? w_gate_up, Tensor? w_down, "

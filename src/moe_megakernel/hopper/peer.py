@@ -22,7 +22,7 @@ from ..schemas import Inputs, Options, Saved, unpack_needs
 from .backward import Gradients, layer_backward
 from .device_status import poll
 from .forward import layer_forward
-from .launch import PeerCall, num_sms_for, on_its_device
+from .launch import PeerCall, num_sms_for, on_its_device, timeout_ns
 from .peer_memory import PeerMemory, device_identity, sharing_fault
 
 _EQUAL = {
@@ -170,6 +170,23 @@ def peer_forward(
     route_order = inputs.topk_idx.new_empty(tokens * top_k, dtype=torch.int32)
     splits = torch.full((2, group.ranks), num_experts, dtype=torch.int64)
     return y, h, GroupPlan(expert_offsets, row_route, route_order, splits)
+
+
+def refuse_step(group: Group, device: torch.device, transport: str, backend: str) -> bool:
+    """Tells the other ranks that this one refuses a forward of its own accord; False if they would not hear of it here.
+
+    Args:
+        group: of two or more ranks.
+        device: of the call's x.
+        transport, backend: the op's, as they were asked for.
+    """
+    memory = group.peer
+    if memory is None or memory.device != device or transport == "collective" or backend == "reference":
+        return False
+    with group.step(FORWARD), torch.cuda.device(device):
+        peer = _call(group, memory, FORWARD, 0, 0)
+        torch.ops.moe.hopper_group_refuse(peer.workspace, peer.status, peer.group, timeout_ns())
+    return True
 
 
 def _nan_gradients(saved: Saved, main_grads: tuple[Tensor | None, Tensor | None], options: Options) -> Gradients:

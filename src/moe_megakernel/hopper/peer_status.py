@@ -45,8 +45,8 @@ _FIELD_NAMES = {
     HeaderField.MAX_TOKENS: "max_tokens",
     HeaderField.ROW_CAPACITY: "row_capacity",
     HeaderField.ACTIVATION: "activation",
-    HeaderField.ALPHA: "alpha",
-    HeaderField.LIMIT: "limit",
+    HeaderField.ALPHA: "alpha of the activation",
+    HeaderField.LIMIT: "limit of the activation",
     HeaderField.NEEDS: "inputs that require grad",
     HeaderField.SENDS_X: "recompute or frozen weights",
 }

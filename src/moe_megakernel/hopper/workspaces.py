@@ -14,7 +14,7 @@ import threading
 import torch
 from torch import Tensor
 
-#: Leading bytes that must be zero before the first launch, kZeroedBytes in `moe/forward/workspace.h`. The rest may hold
+#: Leading bytes that must be zero before the first launch, kZeroedBytes in `moe/plan/layout.h`. The rest may hold
 #: anything: a launch writes there before it reads.
 ZEROED_BYTES = 4096
 

@@ -26,4 +26,12 @@ struct RouteArguments {
   LaunchLog log;
 };
 
+// Of a step that a rank of a group refuses before it has looked at its routes.
+struct RefusalArguments {
+  PeerMemory peers;
+  LaunchState* launch;
+  StepStatus* status;
+  std::int64_t timeout_ns;
+};
+
 }  // namespace moe

@@ -14,12 +14,6 @@ namespace moe {
 
 inline constexpr std::int64_t kElementBytes = 2;  // bf16
 
-// Leading bytes that are zeroed when the memory is allocated: the "done" flags, LaunchState, PlanSizes and the tickets,
-// with room for more. Known to hopper/workspaces.py.
-inline constexpr std::int64_t kZeroedBytes = 4096;
-// Of them, in front: the "done" flag of the only rank. A group has its flags in shared memory.
-inline constexpr std::int64_t kOwnFlagBytes = kRegionAlignment;
-
 class ForwardWorkspace {
  public:
   ForwardWorkspace(const Problem& problem, const ForwardChoice& choice)

@@ -12,7 +12,7 @@ namespace moe {
 __device__ inline void abort_peers(const PeerMemory& peers, std::int64_t culprit) {
 #pragma unroll 1
   for (std::int64_t peer = 0; peer < peers.num_ranks; ++peer) {
-    std::int64_t before;
+    [[maybe_unused]] std::int64_t before;
     asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
                  : "=l"(before)
                  : "l"(peers.at<std::int64_t>(peer, peers.abort)), "l"(std::int64_t{0}), "l"(culprit + 1)

@@ -60,6 +60,12 @@ inline constexpr std::int64_t kRegionAlignment = 256;
 inline constexpr std::int64_t kRowAlignment = 16;     // bytes; the stride of TMA and the unit of bulk copies
 inline constexpr std::int64_t kPartialColumns = 128;  // columns of one dS partial sum
 
+// Leading bytes that are zeroed when the memory is allocated: the "done" flags, LaunchState, PlanSizes and the tickets,
+// with room for more. Known to hopper/workspaces.py.
+inline constexpr std::int64_t kZeroedBytes = 4096;
+// Of them, in front: the "done" flag of the only rank. A group has its flags in shared memory.
+inline constexpr std::int64_t kOwnFlagBytes = kRegionAlignment;
+
 // What must agree on all ranks, in the order in which a difference is looked for. Named in hopper/peer_status.py.
 enum class HeaderField : std::int32_t {
   kDirection = 0,
