@@ -1,14 +1,15 @@
 """What every rank of `benchmarks.ranks` runs: its share of a layer, its bits against one rank's, and times of both.
 
 The ranks share one GPU and split one batch. Rank 0 also runs the whole layer by itself, with as many blocks as all
-ranks have together, while the others wait on the host.
+ranks have together, while the others wait on the host; and each rank a layer of its own, of as many tokens, routes and
+experts as its share, beside those of the others: what sharing the GPU costs without any communication.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Found:
     sms: int  # of a rank
     single: Times  # one rank with the SMs of all
     several: Times  # the last of the ranks
+    apart: Times  # the last of the ranks, each with a layer of its own
 
 
 # -- pure parts --------------------------------------------------------------------------------------------------------
@@ -85,6 +87,14 @@ def share_of(layer: Layer, rank: int, ranks: int) -> Layer:
 
     inputs = (tokens(layer.x), tokens(layer.topk_idx), tokens(layer.topk_weights))
     return Layer(layer.shape, *inputs, weights(layer.w_gate_up), weights(layer.w_down))
+
+
+def own_layer(part: Layer) -> Layer:
+    """A layer of one rank with the tokens and experts of `part`, whose routes all stay there."""
+    experts = len(part.w_gate_up)
+    shape = replace(part.shape, num_experts=experts, tokens=len(part.x))
+    given = make_leaves(part)
+    return replace(given, shape=shape, topk_idx=part.topk_idx % experts)
 
 
 def share_of_results(results: list[Tensor], num_experts: int, rank: int, ranks: int) -> list[Tensor]:
@@ -198,13 +208,14 @@ class Timer:
         self._handle = symmetric.rendezvous(self._shared, rank.group)
         self._flush = Flush()
 
-    def measure(self, single: Call | None, several: Call, cache: str) -> tuple[int, Times, Times]:
-        """Steps of a sample, times of `single`, which rank 0 has, and of the last rank to end `several`."""
+    def measure(self, single: Call | None, several: Call, apart: Call, cache: str) -> tuple[int, Times, Times, Times]:
+        """Steps of a sample, times of `single`, which rank 0 has, and of the last rank to end `several` and `apart`."""
         flush = self._flush if cache == "cold" else None
         # Cold caches stay cold for one step only.
         steps = 1 if flush is not None else self._config.steps
         alone: list[float] = []
         together: list[float] = []
+        beside: list[float] = []
         for _ in range(self._config.rounds + 1):
             if single is not None:
                 moe_megakernel.set_num_sms(self._sms * self._rank.ranks)
@@ -213,11 +224,13 @@ class Timer:
             self._rank.meet()
             together.append(time_steps(several, steps, flush, self._start))
             self._rank.meet()
+            beside.append(time_steps(apart, steps, flush, self._start))
+            self._rank.meet()
         moe_megakernel.check_errors()
         # The first round warms up.
-        by_rank = self._rank.gather((alone[1:], together[1:]))
-        last = [max(spans) for spans in zip(*(spans for _, spans in by_rank), strict=True)]
-        return steps, _times(by_rank[0][0]), _times(last)
+        by_rank = self._rank.gather((alone[1:], together[1:], beside[1:]))
+        last = [[max(spans) for spans in zip(*(of[i] for of in by_rank), strict=True)] for i in (1, 2)]
+        return steps, _times(by_rank[0][0]), _times(last[0]), _times(last[1])
 
     def _start(self) -> None:
         self._handle.barrier(0, int(TIMEOUT * 1000))
@@ -263,10 +276,16 @@ def _measure_shape(rank: Rank, config: Config, timer: Timer, letter: str, sms: i
         "forward": lambda: group_forward(rank, part, config),
         "backward": lambda: step.gradients()[0],
     }
+    own = own_layer(part)
+    own_step = make_step(own, config.backend, "", part_dy)
+    apart: dict[str, Call] = {
+        "forward": lambda: own.forward(config.backend),
+        "backward": lambda: own_step.gradients()[0],
+    }
     results = []
     for direction in DIRECTIONS:
         for cache in config.caches:
-            steps, alone, together = timer.measure(single[direction], several[direction], cache)
-            results.append(Found(letter, direction, cache, steps, sms, alone, together))
+            steps, *times = timer.measure(single[direction], several[direction], apart[direction], cache)
+            results.append(Found(letter, direction, cache, steps, sms, *times))
     rank.meet()
     return results

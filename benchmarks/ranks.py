@@ -27,7 +27,7 @@ TARGET = 1.10
 class Row(report.Origin):
     """T: of all ranks together; sharing: mps or slices; steps: of a sample, back to back; sms: of a rank; ms: a step of
     all ranks, from a common start to the end of the last; single_ms: of one rank with ranks * sms; ratio: ms over
-    single_ms.
+    single_ms; apart_ms, apart_ratio: the same of ranks that each run a layer of their own of the same size, at once.
     """
 
     ranks: int
@@ -46,6 +46,8 @@ class Row(report.Origin):
     single_ms_min: float
     single_ms_max: float
     ratio: float
+    apart_ms_median: float
+    apart_ratio: float
 
 
 def make_row(machine: dict[str, str], ranks: int, how: str, config: Config, found: Found) -> Row:
@@ -69,6 +71,8 @@ def make_row(machine: dict[str, str], ranks: int, how: str, config: Config, foun
         single_ms_min=single.least,
         single_ms_max=single.most,
         ratio=several.median / single.median,
+        apart_ms_median=found.apart.median,
+        apart_ratio=found.apart.median / single.median,
     )
 
 
@@ -78,7 +82,8 @@ def text(row: Row) -> str:
         f"{row.shape}, {row.direction}, {row.cache}: {row.ranks} ranks of {row.sms} SMs {row.ms_median:.3f} ms "
         f"({row.ms_min:.3f} to {row.ms_max:.3f}), one of {row.ranks * row.sms} {row.single_ms_median:.3f} ms "
         f"({row.single_ms_min:.3f} to {row.single_ms_max:.3f}): {row.ratio:.3f}, "
-        f"{'within' if row.ratio <= TARGET else 'above'} {TARGET:.2f}"
+        f"{'within' if row.ratio <= TARGET else 'above'} {TARGET:.2f}; layers of their own {row.apart_ms_median:.3f} ms, "
+        f"{row.apart_ratio:.3f}"
     )
 
 

@@ -45,6 +45,8 @@ static_assert(all_valid(), "a forward configuration does not fit a block");
 
 // Of L2 for dispatched rows.
 inline constexpr std::int64_t kRingBytes = std::int64_t{40} << 20;
+// Blocks whose rows those are.
+inline constexpr std::int64_t kRingSms = 128;
 
 struct ForwardChoice {
   int config;
@@ -77,9 +79,13 @@ constexpr ForwardChoice choose_forward(const Problem& p, bool staged, std::int64
   const std::int64_t all = p.max_row_tiles() > 0 ? p.max_row_tiles() : 1;
   // Three segments, so that a new one arrives while the oldest is still read; more where rows are short, since pieces
   // come in bursts (F: 9 % faster with 64 slots than with 48; H200, 2026-12).
+  // Fewer blocks take rows out more slowly, so that fewer need be there, down to what the longest segment needs; and
+  // where they are some of several ranks' on one device, the rings of all share its L2.
   const std::int64_t tile_bytes = kRowTile * p.hidden * 2;
-  const std::int64_t fitting = kRingBytes / tile_bytes;
-  const std::int64_t least = 3 * s.segment_tiles;
+  const std::int64_t part = num_sms < kRingSms ? num_sms : kRingSms;
+  const std::int64_t fitting = kRingBytes * part / (kRingSms * tile_bytes);
+  const std::int64_t scaled = 3 * s.segment_tiles * part / kRingSms;
+  const std::int64_t least = scaled < s.segment_tiles + 8 ? s.segment_tiles + 8 : scaled;
   const std::int64_t ring = fitting < least ? least : fitting > 8 * s.segment_tiles ? 8 * s.segment_tiles : fitting;
   s.x_slots = staged || all < ring ? all : ring;
   const std::int64_t bound = ring_bound(p, t, s).a_slots;
