@@ -67,13 +67,18 @@ def test_tokens_only_size_rings(shape: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sms_only_size_the_order_and_its_ring(shape: tuple[int, int, int, int]) -> None:
+def test_sms_only_size_the_order_and_its_rings(shape: tuple[int, int, int, int]) -> None:
     expected = config_of(shape)
-    for num_sms in (2, 8, 64, 148):
+    rings = []
+    for num_sms in (2, 8, 64, 128, 132, 148):
         found = config_of(shape, num_sms=num_sms)
         assert found.schedule.num_clusters == num_sms // 2
-        schedule = replace(found.schedule, num_clusters=66, a_slots=expected.schedule.a_slots)
-        assert replace(found, schedule=schedule) == expected
+        assert found.schedule.x_slots >= min(found.schedule.segment_tiles, expected.schedule.x_slots)
+        rings.append(found.schedule.x_slots)
+        sized = {"num_clusters": 66, "x_slots": expected.schedule.x_slots, "a_slots": expected.schedule.a_slots}
+        assert replace(found, schedule=replace(found.schedule, **sized)) == expected
+    assert rings == sorted(rings)
+    assert set(rings[3:]) == {expected.schedule.x_slots}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
