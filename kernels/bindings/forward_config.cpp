@@ -44,6 +44,22 @@ Tensor plan_config(const char* op, const Sizes& sizes, bool staged, std::int64_t
   return row;
 }
 
+// -> the same of one rank of a group; `tokens` is the most that any rank brings.
+Tensor hopper_group_plan_config(std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts, std::int64_t hidden,
+                                std::int64_t width, bool gated, bool staged, std::int64_t num_sms,
+                                std::int64_t num_ranks, std::int64_t row_capacity, std::int64_t rank, bool backward) {
+  const Problem problem{num_ranks, rank, num_experts, top_k, hidden, width, gated ? 1 : 0, tokens, row_capacity};
+  const ForwardChoice forward = choose_forward(problem, staged, num_sms);
+  const BackwardChoice choice = choose_backward(problem, staged, num_sms);
+  const PlanConfig config = backward ? PlanConfig{problem, choice.tiling, choice.schedule}
+                                     : PlanConfig{problem, forward.tiling, forward.schedule};
+  const std::string fault = config_fault(config);
+  STD_TORCH_CHECK(fault.empty(), "moe::hopper_group_plan_config: ", fault);
+  Tensor row = torch::stable::empty({kNumConfigFields}, ScalarType::Long);
+  std::memcpy(row.mutable_data_ptr<std::int64_t>(), &config, sizeof(config));
+  return row;
+}
+
 Tensor hopper_plan_config(std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts, std::int64_t hidden,
                           std::int64_t width, bool gated, bool staged, std::int64_t num_sms) {
   return plan_config("hopper_plan_config", {tokens, top_k, num_experts, hidden, width, gated}, staged, num_sms,
@@ -63,5 +79,6 @@ Tensor hopper_backward_plan_config(std::int64_t tokens, std::int64_t top_k, std:
 // It takes no tensor, so no device chooses its kernel.
 STABLE_TORCH_LIBRARY_IMPL(moe, CompositeExplicitAutograd, m) {
   m.impl("hopper_plan_config", TORCH_BOX(&moe::hopper_plan_config));
+  m.impl("hopper_group_plan_config", TORCH_BOX(&moe::hopper_group_plan_config));
   m.impl("hopper_backward_plan_config", TORCH_BOX(&moe::hopper_backward_plan_config));
 }

@@ -44,7 +44,16 @@ def test_busiest_rank() -> None:
 
 
 def test_row() -> None:
-    found = rank_steps.Found("A", "backward", "hot", 10, 32, timing.Times(2.0, 1.0, 3.0), timing.Times(2.1, 2.0, 2.2), timing.Times(2.06, 2.0, 2.2))
+    found = rank_steps.Found(
+        "A",
+        "backward",
+        "hot",
+        10,
+        32,
+        timing.Times(2.0, 1.0, 3.0),
+        timing.Times(2.1, 2.0, 2.2),
+        timing.Times(2.06, 2.0, 2.2),
+    )
     row = ranks.make_row(MACHINE, 4, "mps", CONFIG, found)
     assert (row.shape, row.T, row.ranks, row.sms, row.impl, row.transport) == (
         "A",
@@ -55,7 +64,9 @@ def test_row() -> None:
         "collective",
     )
     assert row.ratio == pytest.approx(1.05)
-    assert ranks.text(row).endswith("one of 128 2.000 ms (1.000 to 3.000): 1.050, within 1.10; layers of their own 2.060 ms, 1.030")
+    assert ranks.text(row).endswith(
+        "one of 128 2.000 ms (1.000 to 3.000): 1.050, within 1.10; layers of their own 2.060 ms, 1.030"
+    )
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

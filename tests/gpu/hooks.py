@@ -57,12 +57,22 @@ def check_launch(
     expert_offsets: Tensor,
     direction: Direction = Direction.FORWARD,
     needs: GradNeeds = GradNeeds(),  # noqa: B008  (immutable)
+    config: PlanConfig | None = None,
 ) -> str:
-    """Why the log of a launch is not what the plan prescribes, or ""; `needs` are those of a backward."""
+    """Why the log of a launch is not what the plan prescribes, or "".
+
+    Args:
+        records: of `read_log`.
+        inputs: of the launch, of a group this rank's.
+        expert_offsets: of this rank's experts.
+        direction: of the launch.
+        needs: of a backward.
+        config: of a group's launch; None for that of one rank.
+    """
     block, role, event, counter, value = (records[:, column] for column in (0, 1, 2, 4, 6))
     num_blocks = int(block[role == Role.LOAD].max()) // 2 * 2 + 2
     (generation,) = value[(event == RAISE) & (counter == Counter.PLAN_READY)].tolist()
     launch = torch.tensor([direction, needs.mask(), inputs.x.shape[0], generation])
-    config = plan_config(inputs, direction=direction).tensor()
-    log = Log(records, config, launch, expert_offsets.long().cpu())
+    config = config or plan_config(inputs, direction=direction)
+    log = Log(records, config.tensor(), launch, expert_offsets.long().cpu())
     return check_log(log, num_blocks, WORKERS * num_blocks)

@@ -97,8 +97,9 @@ def layer_backward(
         rows = aligned_rows if peer is None else separate_rows
         poll(device)  # a timeout since the last forward has left a workspace that no launch may use
         staged, num_sms = backend == "staged", num_sms_for(device.index)
-        sizes = (tokens, top_k, num_experts, hidden, width, gated, staged, num_sms)
-        log, skip_counter, skip_index = hooks_for(Direction.BACKWARD, sizes, device)
+        experts = num_experts if peer is None else group_experts
+        sizes = (tokens, top_k, experts, hidden, width, gated, staged, num_sms)
+        log, skip_counter, skip_index = hooks_for(Direction.BACKWARD, sizes, device, peer)
         sum_gate_up = None if main_gate_up is None else aligned_main_grad(main_gate_up)
         sum_down = None if main_down is None else aligned_main_grad(main_down)
         _launch(
@@ -123,7 +124,7 @@ def layer_backward(
             status_record(device).tensor if peer is None else peer.status,
             log,
             None if peer is None else peer.group,
-            num_experts if peer is None else group_experts,
+            experts,
             width,
             ACTIVATION_NUMBERS[activation],
             alpha,

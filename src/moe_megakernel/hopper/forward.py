@@ -80,7 +80,7 @@ def layer_forward(
     expert_offsets = topk_idx.new_empty(w_gate_up.shape[0] + 1, dtype=torch.int32)
     staged, num_sms = backend == "staged", num_sms_for(device.index)
     sizes = (tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
-    log, skip_counter, skip_index = hooks_for(Direction.FORWARD, sizes, device)
+    log, skip_counter, skip_index = hooks_for(Direction.FORWARD, sizes, device, peer)
     _launch(
         aligned_rows(x) if peer is None else separate_rows(x),
         topk_idx,

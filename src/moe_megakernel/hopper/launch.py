@@ -55,15 +55,18 @@ class LaunchHooks(NamedTuple):
 
 _NO_HOOKS = LaunchHooks()
 #: Asked for the hooks of every launch on a device, or None; set by `hopper.testing`.
-find_hooks: Callable[[Direction, LaunchSizes, torch.device], LaunchHooks] | None = None
+find_hooks: Callable[[Direction, LaunchSizes, torch.device, PeerCall | None], LaunchHooks] | None = None
 
 
 def hooks_for(
-    direction: Direction, sizes: tuple[int, int, int, int, int, bool, bool, int], device: torch.device
+    direction: Direction,
+    sizes: tuple[int, int, int, int, int, bool, bool, int],
+    device: torch.device,
+    peer: PeerCall | None = None,
 ) -> LaunchHooks:
-    """The hooks of one launch; `sizes` are the fields of `LaunchSizes`."""
+    """The hooks of one launch; `sizes` are the fields of `LaunchSizes`, of a group with this rank's tokens."""
     find = find_hooks  # once: another thread may take it away
-    return _NO_HOOKS if find is None else find(direction, LaunchSizes(*sizes), device)
+    return _NO_HOOKS if find is None else find(direction, LaunchSizes(*sizes), device, peer)
 
 
 @cache

@@ -47,6 +47,7 @@ SCHEMAS = (
     "hopper_group_refuse(Tensor(a!) workspace, Tensor(b!) status, Tensor group, int timeout_ns) -> ()",
     f"hopper_group_bytes({_SIZES}, int num_ranks, int row_capacity) -> Tensor",
     f"hopper_plan_config({_SIZES}) -> Tensor",
+    f"hopper_group_plan_config({_SIZES}, int num_ranks, int row_capacity, int rank, bool backward) -> Tensor",
     "hopper_backward(Tensor dy, Tensor? x, Tensor topk_idx, Tensor topk_weights, Tensor? w_gate_up, Tensor? w_down, "
     "Tensor? bias_gate_up, Tensor? bias_down, Tensor? h, Tensor expert_offsets, Tensor row_route, Tensor(a!)? dx, "
     "Tensor(b!)? dtopk_weights, Tensor(c!)? dw_gate_up, Tensor(d!)? dw_down, Tensor(e!)? dbias_gate_up, "
@@ -71,3 +72,4 @@ def _plan_config(*_: int) -> Tensor:
 for _direction, _config in (("forward", "hopper_plan_config"), ("backward", "hopper_backward_plan_config")):
     torch.library.register_fake(f"moe::hopper_{_direction}", _launch, lib=lib)
     torch.library.register_fake(f"moe::{_config}", _plan_config, lib=lib)
+torch.library.register_fake("moe::hopper_group_plan_config", _plan_config, lib=lib)

@@ -17,7 +17,7 @@ from .. import _native
 from ..plan import ROW_TILE, PlanConfig
 from ..plan_names import Counter, Direction
 from . import launch
-from .launch import LaunchHooks, LaunchSizes, num_sms_for
+from .launch import LaunchHooks, LaunchSizes, PeerCall, num_sms_for
 
 #: int64 words of a record of the log, `LogRecord` in `plan/log.h`.
 RECORD_WORDS = 5
@@ -68,10 +68,48 @@ def plan_config(
     return PlanConfig.from_values(values.tolist())
 
 
-def most_records(sizes: LaunchSizes, direction: Direction = Direction.FORWARD) -> int:
+def group_plan_config(
+    sizes: LaunchSizes,
+    *,
+    num_ranks: int,
+    rank: int,
+    max_tokens: int,
+    row_capacity: int,
+    direction: Direction = Direction.FORWARD,
+) -> PlanConfig:
+    """The same of a launch of one rank of a group.
+
+    Args:
+        sizes: of the layer; its tokens do not matter.
+        num_ranks, rank: W and this rank.
+        max_tokens, row_capacity: as the group has agreed.
+        direction: of the launch.
+
+    Raises:
+        RuntimeError: as `plan_config`.
+    """
+    if not _native.load():
+        raise RuntimeError(f"group_plan_config: native library: expected it loaded, got {_native.why_missing()}")
+    group = (num_ranks, row_capacity, rank, direction == Direction.BACKWARD)
+    values = torch.ops.moe.hopper_group_plan_config(max_tokens, *sizes[1:], *group)
+    return PlanConfig.from_values(values.tolist())
+
+
+def config_of_call(peer: PeerCall, sizes: LaunchSizes, direction: Direction) -> PlanConfig:
+    """`group_plan_config` of a launch with this argument `peer`."""
+    ranks, rank, tokens, rows = peer.group[:4].tolist()
+    return group_plan_config(
+        sizes, num_ranks=ranks, rank=rank, max_tokens=tokens, row_capacity=rows, direction=direction
+    )
+
+
+def most_records(sizes: LaunchSizes, direction: Direction = Direction.FORWARD, peer: PeerCall | None = None) -> int:
     """Records that no log of such a launch exceeds, whatever the routing and the gradients asked for."""
-    config = plan_config(**sizes._asdict(), direction=direction)
-    problem, tiling = config.problem, config.tiling
+    if peer is None:
+        config = plan_config(**sizes._asdict(), direction=direction)
+    else:
+        config = config_of_call(peer, sizes, direction)
+    problem, tiling, ranks = config.problem, config.tiling, config.problem.num_ranks
     backward = direction == Direction.BACKWARD
     routes = problem.row_capacity
     row_tiles = routes // ROW_TILE + min(problem.num_experts, routes)
@@ -84,10 +122,10 @@ def most_records(sizes: LaunchSizes, direction: Direction = Direction.FORWARD) -
         parameter_tiles = problem.num_experts * _parameter_tiles(config)
     of_task = 1 + 2 * (3 * MOST_WAITS)  # the claim; for each block, waits of load and of compute, and raises
     of_piece = 1 + 2 * MOST_WAITS
-    of_combine = 2  # the claim, and the wait for "done" of the only rank
-    close_and_drain = 2 * (of_task + 2)
+    of_combine = 1 + ranks  # the claim, and the waits for "done" of all ranks
+    close_and_drain = 2 * (of_task + 2 * ranks)
     return (
-        PLAN_RECORDS
+        PLAN_RECORDS * ranks
         + STARTS_OF_SM * sizes.num_sms
         + (row_tiles * columns + parameter_tiles) * of_task
         + close_and_drain
@@ -151,13 +189,13 @@ def _uninstall() -> None:
         launch.find_hooks = None
 
 
-def _find_hooks(direction: Direction, sizes: LaunchSizes, device: torch.device) -> LaunchHooks:
+def _find_hooks(direction: Direction, sizes: LaunchSizes, device: torch.device, peer: PeerCall | None) -> LaunchHooks:
     with _lock:
         faults = [(counter, index) for meant, counter, index in _faults if meant == direction]
         open_logs = [logs for meant, logs in _logs if meant == direction]
         counter, index = faults[-1] if faults else (-1, 0)
         log = None
         if open_logs:
-            log = torch.zeros(1 + RECORD_WORDS * most_records(sizes, direction), dtype=torch.int64, device=device)
+            log = torch.zeros(1 + RECORD_WORDS * most_records(sizes, direction, peer), dtype=torch.int64, device=device)
             open_logs[-1].append(log)
     return LaunchHooks(log, int(counter), index)
