@@ -1,4 +1,4 @@
-"""Every claim, wait and raise of several ranks' launches is what their plans prescribe: the proof is about the kernel."""
+"""Every claim, wait and raise of several ranks' launches follows their plans: the proof is about the kernel."""
 
 from __future__ import annotations
 

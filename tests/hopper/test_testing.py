@@ -19,7 +19,7 @@ SIZES = LaunchSizes(20, 2, 4, 64, 64, True, False, 8)
 
 def find(direction: Direction = Direction.FORWARD) -> LaunchHooks:
     assert launch.find_hooks is not None
-    return launch.find_hooks(direction, SIZES, CPU)
+    return launch.find_hooks(direction, SIZES, CPU, None)
 
 
 def test_a_fault_is_that_of_the_innermost_context() -> None:
