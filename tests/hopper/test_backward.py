@@ -176,7 +176,7 @@ def test_hooks_of_backward_tests_reach_the_launch(launches: Calls, monkeypatch: 
     from moe_megakernel.hopper import testing
     from moe_megakernel.plan_names import Direction
 
-    monkeypatch.setattr(testing, "most_records", lambda sizes, direction: sizes.tokens + 100 * direction)
+    monkeypatch.setattr(testing, "most_records", lambda sizes, direction, peer: sizes.tokens + 100 * direction)
     call = make_call(make_saved(tokens=7))
     with testing.fault(Counter.DH_READY, 2, Direction.BACKWARD), testing.logged(Direction.BACKWARD) as logs:
         inner_ops._layer_backward(*call)
