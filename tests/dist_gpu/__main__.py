@@ -1,7 +1,7 @@
 """Runs the tests of this folder: `python -m tests.dist_gpu [arguments of pytest]`, or `make test-dist-gpu`.
 
-Twice: the tests whose ranks work together, under MPS where ranks have to share a GPU; then those whose ranks fail,
-without MPS, since a client that is killed can disturb the others. Needs torch and pytest; exits with 1 if either run
+Twice: the tests whose ranks work together, under MPS where ranks have to share a GPU; then, without MPS, those whose
+ranks fail, since a client that is killed can disturb the others, and those under compute-sanitizer. Needs torch and pytest; exits with 1 if either run
 failed, and with 0 where there is no GPU to run on.
 """
 
@@ -21,7 +21,8 @@ from tests.dist_gpu.layers import MOST_RANKS
 from tests.gpu.layers import missing_kernels
 
 HERE = Path(__file__).parent
-FAILURES = HERE / "test_failures.py"
+#: Run without MPS.
+ALONE = [str(HERE / name) for name in ("test_failures.py", "test_sanitizer.py")]
 #: Exit codes of pytest: all passed, none selected.
 FINE = (0, 5)
 #: Seconds for pytest to end its processes after Ctrl-C.
@@ -35,9 +36,9 @@ def main(arguments: list[str]) -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the daemon is stopped
     with _working_together() as variables:
-        together = _pytest(variables, str(HERE), f"--ignore={FAILURES}", *arguments)
+        together = _pytest(variables, str(HERE), *(f"--ignore={path}" for path in ALONE), *arguments)
     with mps.absent() as variables:
-        failing = _pytest(variables, str(FAILURES), *arguments)
+        failing = _pytest(variables, *ALONE, *arguments)
     return int(together not in FINE or failing not in FINE)
 
 

@@ -292,8 +292,18 @@ def get_group(group_name: str) -> Group:
     pg = _resolve(group_name)
     group = _groups.get(group_name)
     if group is None or group.pg is not pg:
+        _forget_destroyed()
         group = _groups[group_name] = Group(group_name, pg)
     return group
+
+
+def _forget_destroyed() -> None:
+    """Gives back what groups hold whose process groups are gone."""
+    for name, group in list(_groups.items()):
+        if group.pg is None:
+            if group.peer is not None:
+                torch.cuda.synchronize(group.peer.device)
+            del _groups[name]
 
 
 def _resolve(group_name: str) -> dist.ProcessGroup:

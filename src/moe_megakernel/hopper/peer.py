@@ -22,7 +22,7 @@ from ..schemas import Inputs, Options, Saved, unpack_needs
 from .backward import Gradients, layer_backward
 from .device_status import poll
 from .forward import layer_forward
-from .launch import PeerCall, num_sms_for, on_its_device, timeout_ns
+from .launch import PeerCall, device_sms, on_its_device, timeout_ns
 from .peer_memory import PeerMemory, device_identity, sharing_fault
 
 _EQUAL = {
@@ -87,12 +87,15 @@ def _memory(
 ) -> PeerMemory | MismatchError:
     """The group's memory, large enough for a call; made anew by all ranks together where it is not."""
     found = group.peer
+    if found is not None and found.device != device:
+        raise ValueError(f"{op}: x: expected {found.device}, where the group's memory is, got {device}")
     known = group.max_tokens is not None and group.row_capacity is not None
     if known and found is not None and found.holds(*_needed(group, device, sizes, rows)):
         return found
     _refuse_first_use_in_capture("memory")
     top_k, num_experts, hidden, width, _, _ = sizes
     torch.cuda.synchronize(device)  # so that behind the gate nobody uses what is there now
+    poll(device)  # and no error goes with it
     payload = {"tokens": tokens, "top_k": top_k, "num_experts": num_experts, "hidden": hidden, "width": width}
     payloads = group.gate(op, "memory", {**payload, "row_capacity": rows, "activation": act})
     mismatch = compare(op, payloads, _EQUAL)
@@ -115,7 +118,8 @@ def _needed(group: Group, device: torch.device, sizes: LayerSizes, rows: int) ->
     assert group.max_tokens is not None
     assert group.row_capacity is not None
     capacity = group.row_capacity if rows < 0 else rows
-    return _bytes(group.max_tokens, *sizes, num_sms_for(device.index), group.ranks, capacity)
+    # Of all SMs, whatever `set_num_sms` says, so that all ranks come to the same figure; fewer need no more.
+    return _bytes(group.max_tokens, *sizes, device_sms(device.index), group.ranks, capacity)
 
 
 def _call(group: Group, memory: PeerMemory, op: str, row_capacity: int, needs: int) -> PeerCall:
@@ -153,6 +157,11 @@ def peer_forward(
     _, columns, hidden = inputs.w_gate_up.shape
     width = inputs.w_down.shape[2]
     with group.step(FORWARD):
+        if group.row_capacity is not None and row_capacity > group.row_capacity:
+            raise CapacityError(
+                f"{FORWARD}: row_capacity: expected at most the {group.row_capacity} rows agreed, got {row_capacity}; "
+                "call moe_megakernel.reserve on every rank"
+            )
         sizes = (top_k, num_experts, hidden, width, columns != width, options.backend == "staged")
         memory = _memory(group, FORWARD, device, sizes, row_capacity, options.act.text(), tokens)
         if not isinstance(memory, PeerMemory):
@@ -160,11 +169,6 @@ def peer_forward(
             return refused_forward(group, x, inputs.topk_idx, inputs.weights, row_capacity, options.saves_h)
         assert group.row_capacity is not None
         rows = group.row_capacity if row_capacity < 0 else row_capacity
-        if rows > group.row_capacity:
-            raise CapacityError(
-                f"{FORWARD}: row_capacity: expected at most the {group.row_capacity} rows agreed, got {rows}; "
-                "call moe_megakernel.reserve on every rank"
-            )
         peer = _call(group, memory, FORWARD, rows, options.needs)
         y, h, expert_offsets, row_route = layer_forward(*inputs, num_experts, *options, peer=peer)
     route_order = inputs.topk_idx.new_empty(tokens * top_k, dtype=torch.int32)
