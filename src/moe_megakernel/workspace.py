@@ -59,7 +59,8 @@ def workspace_bytes(
             both are there once for all layers and streams of a group, as large as its largest call needs, until
             `rebuild` (`release_workspaces` leaves them alone). The figures take `tokens` and `row_capacity` for what
             the group has agreed on.
-        num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference.
+        num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference. With "peer" all SMs
+            of the GPU count, whatever `set_num_sms` says.
 
     Returns:
         Buffer name to bytes. "saved.*" live from forward to backward (inputs that autograd keeps as well, x and the

@@ -386,7 +386,7 @@ def test_a_refusal_goes_where_the_others_wait(
 ) -> None:
     """On the device where their call fits what there is; at a gate where memory grows, or the reference runs."""
     asked: list[Any] = []
-    monkeypatch.setattr(peer, "num_sms_for", lambda index: 132)
+    monkeypatch.setattr(peer, "device_sms", lambda index: 132)
     monkeypatch.setattr(peer, "group_bytes", note(asked, (needed, 1)))
     group: Any = StandInGroup()
     assert peer._would_run_in(memory_of(), group, refused_inputs(dtype), 6, -1, False) == here
@@ -397,7 +397,7 @@ def test_a_refusal_that_makes_no_sense_goes_to_the_device(monkeypatch: pytest.Mo
     def fail(*sizes: int) -> tuple[int, int]:
         raise RuntimeError("moe::hopper_group_bytes: no such layer")
 
-    monkeypatch.setattr(peer, "num_sms_for", lambda index: 132)
+    monkeypatch.setattr(peer, "device_sms", lambda index: 132)
     monkeypatch.setattr(peer, "group_bytes", fail)
     group: Any = StandInGroup()
     inputs = refused_inputs()
