@@ -1,7 +1,8 @@
 """Which implementation runs a call: the backend (kernels) and the transport (how rows travel between ranks).
 
 Pure look-ups from device type and compute capability to usable names, so that they can be tested without a GPU. Called
-by the ops, which pass the chosen names on to the inner ops, and by the doctor command.
+by the ops, which pass the chosen names on to the inner ops, and by the doctor command. Whether the ranks of a group can
+share memory is not known here: they find out together (`hopper.peer`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def _available_backends(
 
 
 def available_transports(device_type: str) -> dict[str, str]:
-    """Says for every transport why it cannot be used, or "" where it can."""
+    """Says for every transport why it cannot be used on such a device, or "" where it can.
+
+    `peer` also needs a call that the kernels can run, and ranks that can share memory.
+    """
     peer = "" if built_capabilities() else "not in this build (needs the CUDA kernels)"
     if device_type != "cuda":
         peer = "needs CUDA devices"

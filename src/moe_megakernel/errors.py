@@ -70,6 +70,15 @@ def raise_pending(device: torch.device) -> None:
         raise error
 
 
+def forget_pending(device: torch.device, kind: type[MoEError]) -> None:
+    """Forgets the error that an earlier step left for `device`, if it is of this kind."""
+    for poll in _sources:
+        poll(device)
+    with _lock:
+        if isinstance(_pending.get(device), kind):
+            del _pending[device]
+
+
 def check_errors() -> None:
     """Waits for all CUDA devices in use and raises the first error an earlier step left.
 

@@ -89,7 +89,8 @@ def moe_layer(
         num_experts: experts in the whole group. May be left out without a group, where it is L.
         group: None (this process holds every expert), a ProcessGroup, its name, or a DeviceMesh of one dimension.
         activation, alpha, limit: see `moe_megakernel.activations.resolve_activation`.
-        backend, transport: names, or "auto".
+        backend, transport: names, or "auto": the kernels where they can run the call, and memory that the ranks share
+            where they can share it. See `moe_megakernel.backends`; the same on every rank.
         row_capacity: rows that this rank can receive; -1 is the default of the last `reserve`.
         recompute: keep less for backward and compute it again there.
         main_grad_gate_up, main_grad_down: fp32 buffers that take the weight's gradient in place of `.grad`.

@@ -56,7 +56,7 @@ class MoE(nn.Module):
         shared_expert_width: width of the shared expert; 0 for none.
         shared_expert_gate: multiply the shared expert by the sigmoid of a learned gate.
         group: None (this process holds every expert), a ProcessGroup, its name, or a DeviceMesh of one dimension.
-        backend, transport, row_capacity, recompute: the op's.
+        backend, transport, row_capacity, recompute: the op's; the same on every rank.
         seed: where the initial weights come from; None takes one number from torch's default CPU generator, which must
             then be in the same state on every rank (torch.manual_seed).
         init_std: standard deviation of normal initial weights; None draws as nn.Linear does.

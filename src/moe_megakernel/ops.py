@@ -1,8 +1,8 @@
 """The op `torch.ops.moe.dispatch_gemm_combine`. Importing this module registers it and everything under it.
 
-Composite: it checks arguments, settles dtypes, backend, transport and capacity, and calls one inner forward op. One
-rank uses the pure `layer_forward`, several ranks `group_forward`, an ordered effect, so that a compiler neither merges
-nor drops a call.
+Composite: it checks arguments, settles dtypes, backend, transport and capacity, and calls one inner forward op, which
+settles a transport that is still "auto" with the other ranks. One rank uses the pure `layer_forward`, several ranks
+`group_forward`, an ordered effect, so that a compiler neither merges nor drops a call.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _dispatch_gemm_combine(
     except (TypeError, ValueError) as error:
         if ranks > 1 and not _tracing(x):
             state = get_group(group_name)  # the others wait for this rank, on the device or in the store
-            if not refuse_step(state, device, transport, backend):
+            if not refuse_step(state, inputs, num_experts, row_capacity, transport, backend):
                 state.report(FORWARD, "route", error)
         raise
     settled = inputs[0]

@@ -1,7 +1,7 @@
 """Bytes of every buffer that one call of the layer needs, saved or transient, without running anything.
 
 For users who plan memory; the formulas follow the allocations of the reference backend and the collective transport,
-and the figures of the fused kernels come from them.
+and the figures of the fused kernels come from them, those of a group that shares memory (the transport `peer`) too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from .distributed.capacity import default_row_capacity
 from .distributed.partition import expert_range
 from .hopper.backward import workspace_bytes as backward_kernel_bytes
 from .hopper.forward import workspace_bytes as forward_kernel_bytes
+from .hopper.peer import group_bytes
 from .hopper.support import kernel_fault
 from .reference.numerics import compute_dtype, rows_dtype
 from .reference.route import TOKEN_CLASSES
@@ -34,6 +35,7 @@ def workspace_bytes(
     recompute: bool = False,
     training: bool = True,
     backend: str = "reference",
+    transport: str = "collective",
     num_sms: int = 132,
 ) -> dict[str, int]:
     """Bytes per buffer of one forward and backward call on one rank, at full capacity.
@@ -50,14 +52,20 @@ def workspace_bytes(
         training: False for a forward without gradients.
         backend: "reference", or "mega" or "staged": then "forward.workspace" and "backward.workspace" stand for what
             the kernels need besides their results. Both lie in the same memory, as large as the larger of them, which
-            is kept between calls, once for each stream (`release_workspaces`). With several ranks the kernels run the
-            experts only, and the buffers of the exchange come on top.
-        num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference.
+            is kept between calls, once for each stream (`release_workspaces`). With several ranks and the transport
+            "collective" the kernels run the experts only, and the buffers of the exchange come on top.
+        transport: "collective", or "peer" with the kernels; without effect with one rank. With "peer" there is nothing
+            but "group.shared", what the rank allocates for all to map, and "group.workspace", beside what is saved:
+            both are there once for all layers and streams of a group, as large as its largest call needs, until
+            `rebuild` (`release_workspaces` leaves them alone). The figures take `tokens` and `row_capacity` for what
+            the group has agreed on.
+        num_sms: SMs that the kernels may take, see `set_num_sms`; without effect on the reference. With "peer" all SMs
+            of the GPU count, whatever `set_num_sms` says.
 
     Returns:
         Buffer name to bytes. "saved.*" live from forward to backward (inputs that autograd keeps as well, x and the
-        weights, are the caller's and not listed), "forward.*" and "backward.*" only inside the call; backward.*
-        assumes all gradients.
+        weights, are the caller's and not listed), "forward.*" and "backward.*" only inside the call, "group.*" as long
+        as the group is used; backward.* assumes all gradients.
 
     Raises:
         ValueError: a figure out of range, or kernels that are not in this build or cannot run such a call.
@@ -68,7 +76,12 @@ def workspace_bytes(
             raise ValueError(f"workspace_bytes: {name}: expected at least {least}, got {value}")
     if row_capacity < -1:
         raise ValueError(f"workspace_bytes: row_capacity: expected -1 or at least 0, got {row_capacity}")
+    if transport not in ("peer", "collective"):
+        raise ValueError(f"workspace_bytes: transport: expected one of peer, collective, got {transport!r}")
     experts = len(expert_range(num_experts, rank, ranks))
+    shares = ranks > 1 and transport == "peer"
+    if shares and backend == "reference":
+        raise ValueError("workspace_bytes: transport: expected 'collective' with backend 'reference', got 'peer'")
     act = resolve_activation(activation)
     routes, width = tokens * top_k, act.width_factor * expert_width
     rows = routes if ranks == 1 else (default_row_capacity(tokens, top_k) if row_capacity < 0 else row_capacity)
@@ -80,11 +93,15 @@ def workspace_bytes(
         if ranks == 1:
             sizes["saved.row_route"] = 4 * routes
         else:
-            sizes["saved.row_order"] = 4 * rows
+            sizes["saved.row_route" if shares else "saved.row_order"] = 4 * rows
             sizes["saved.route_order"] = 4 * routes
             sizes["saved.splits"] = 8 * 2 * ranks
     if backend != "reference":
         _check_kernels(backend, dtype, hidden, expert_width, num_experts)
+        if shares:
+            call = (tokens, top_k, num_experts, hidden, expert_width, act.gated, backend == "staged", num_sms)
+            sizes["group.shared"], sizes["group.workspace"] = group_bytes(*call, ranks, rows)
+            return sizes
         # With several ranks the experts run as a layer of one route a token (`hopper.rows`), if there are any.
         layer = (tokens, top_k, num_experts) if ranks == 1 else (rows, 1, experts)
         figures = (*layer, hidden, expert_width, act.gated, backend == "staged", num_sms)

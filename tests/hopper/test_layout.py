@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_megakernel.hopper.layout import aligned_bias, aligned_rows, aligned_weight
+from moe_megakernel.hopper.layout import aligned_bias, aligned_rows, aligned_weight, separate_rows
 
 
 def numbers(*shape: int) -> Tensor:
@@ -32,6 +32,8 @@ ROWS_COPIED = {
     "every other column": lambda: numbers(6, 32)[:, ::2],
     "one number for all": lambda: numbers(1, 1).expand(6, 16),
 }
+#: Taken by `aligned_rows`, not by a copy to memory that ranks share.
+OVERLAPPING = ("one row for all", "overlapping rows", "one row with any stride")
 WEIGHTS_TAKEN = {
     "contiguous": lambda: numbers(4, 8, 16),
     "experts of a stack": lambda: numbers(4, 3, 8, 16)[:, 1],
@@ -51,6 +53,8 @@ WEIGHTS_COPIED = {
 }
 CASES = [(aligned_rows, name, case, True) for name, case in ROWS_TAKEN.items()]
 CASES += [(aligned_rows, name, case, False) for name, case in ROWS_COPIED.items()]
+CASES += [(separate_rows, name, case, name not in OVERLAPPING) for name, case in ROWS_TAKEN.items()]
+CASES += [(separate_rows, name, case, False) for name, case in ROWS_COPIED.items()]
 CASES += [(aligned_weight, name, case, True) for name, case in WEIGHTS_TAKEN.items()]
 CASES += [(aligned_weight, name, case, False) for name, case in WEIGHTS_COPIED.items()]
 

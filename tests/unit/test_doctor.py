@@ -54,7 +54,19 @@ def test_built_arch_is_taken(monkeypatch):
     assert report["devices"][0]["auto_backend"] == "reference", "the CPU stays with the reference"
     text = text_of(report)
     assert f"mega and staged take {report['kernels_take']}; the reference runs the rest" in text
-    assert "With several ranks the same backend runs each rank's experts" in text
+    assert report["transport_rule"] in " ".join(text.split())
+
+
+def test_transports_of_a_gpu_with_and_without_kernels(monkeypatch):
+    monkeypatch.setattr(backends, "built_capabilities", lambda: ((9, 0),))
+    report = diagnose(machine((9, 0)), torch_cuda="13.0")
+    assert report["devices"][1]["transports"] == {"peer": "", "collective": ""}
+    assert report["devices"][1]["auto_transport"] == "peer"
+    assert report["devices"][0]["transports"]["peer"] == "needs CUDA devices"
+    assert "yes, auto takes it if all ranks can share memory" in text_of(report)
+    older = diagnose(machine((8, 0)), torch_cuda="13.0")["devices"][1]
+    assert older["transports"]["peer"] == "needs the backend mega or staged"
+    assert older["auto_transport"] == "collective"
 
 
 def test_gpu_under_a_torch_without_cuda_is_not_used():

@@ -22,6 +22,11 @@ from moe_megakernel.hopper import support
 
 from .devices import Devices, Gpu, probe, symmetric_memory_reason
 
+#: What "auto" means where the transport peer may be usable.
+TRANSPORT_RULE = (
+    "With several ranks, transport auto takes peer if the ranks find out at the group's first call that they can share "
+    "memory (one host, a GPU each), and otherwise collective, around the same backend"
+)
 _PACKAGES = ("moe-megakernel", "torch", "triton", "cuda-python", "safetensors")
 
 
@@ -56,6 +61,7 @@ def diagnose(devices: Devices, torch_cuda: str | None = torch.version.cuda) -> d
         "native_library": _library(_native.library_path(), _native.why_missing()),
         "cuda_library": _library(_native.cuda_library_path(), _native.why_cuda_missing()),
         "kernels_take": support.RULES,
+        "transport_rule": TRANSPORT_RULE,
         "built_archs": [f"sm_{major}{minor}" for major, minor in backends.built_capabilities()],
         "gpus": [
             {
@@ -83,6 +89,8 @@ def _choices(device: str, gpu: Gpu | None, torch_cuda: str | None = None) -> dic
     kind = device.split(":")[0]
     usable = backends.available_backends(kind, None if gpu is None else gpu.capability)
     transports = backends.available_transports(kind)
+    if not transports["peer"] and usable["mega"]:
+        transports["peer"] = "needs the backend mega or staged"
     if gpu is not None and torch_cuda is None:
         usable = {name: reason or "this torch is built without CUDA" for name, reason in usable.items()}
         transports = {name: reason or "this torch is built without CUDA" for name, reason in transports.items()}
@@ -122,7 +130,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     found = ", ".join(dict.fromkeys(gpu["arch"] for gpu in gpus)) or "none"
     console.print(f"GPU architectures: built {built}; found {found}", highlight=False)
     console.print(f"mega and staged take {report['kernels_take']}; the reference runs the rest", highlight=False)
-    console.print("With several ranks the same backend runs each rank's experts", highlight=False)
+    console.print(report["transport_rule"], highlight=False)
     console.print(_backends(report["devices"]))
 
 
@@ -151,15 +159,20 @@ def _peers(rows: list[list[bool]]) -> Table:
     return table
 
 
+def _answer(name: str, reason: str, automatic: str | None) -> str:
+    if reason:
+        return f"no: {reason}"
+    if name != automatic:
+        return "yes, if asked for"
+    return "yes, auto takes it" + (" if all ranks can share memory" if name == "peer" else "")
+
+
 def _backends(devices: list[dict[str, Any]]) -> Table:
     table = Table("device", "kind", "name", "would it be used?", title="Backends and transports")
     for choices in devices:
         for kind in ("backend", "transport"):
             automatic = choices[f"auto_{kind}"]
             for name, reason in choices[f"{kind}s"].items():
-                answer = (
-                    f"no: {reason}" if reason else "yes, auto takes it" if name == automatic else "yes, if asked for"
-                )
-                table.add_row(choices["device"], kind, name, answer)
+                table.add_row(choices["device"], kind, name, _answer(name, reason, automatic))
         table.add_section()
     return table

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import get_timeout
-from ..errors import GroupError, MismatchError, MoEError
+from ..errors import GroupError, MismatchError, MoEError, forget_pending
 
 if TYPE_CHECKING:
     from ..hopper.peer_memory import PeerMemory
@@ -54,6 +54,7 @@ class Group:
         self._lock = threading.Lock()
         #: Why the `peer` transport cannot be used, "" if it can; None before the ranks have found out.
         self.peer_fault: str | None = None
+        self.tried_across_hosts = False
         #: What the ranks share for it, and what captured graphs still use.
         self.peer: PeerMemory | None = None
         self.outgrown: list[PeerMemory] = []
@@ -143,15 +144,16 @@ class Group:
             self.gate(op, phase, {"error": f"{type(error).__name__}: {error}"})
 
     def _check_arrivals(self, op: str, phase: str, arrived: list[dict[str, Any]]) -> None:
+        # First: a rank that refuses its arguments cannot know at which gate of the call the others wait.
+        for r, payload in enumerate(arrived):
+            if "error" in payload and payload["op"] == op and r != self.rank:
+                raise MoEError(f"{op}: {phase}: rank {r} refused its arguments: {payload['error']}")
         for r, payload in enumerate(arrived):
             if (payload["op"], payload["phase"]) != (op, phase):
                 raise MismatchError(
                     f"{op}: {phase}: expected the same call on all ranks, got {op} {phase} on rank {self.rank} and "
                     f"{payload['op']} {payload['phase']} on rank {r}"
                 )
-        for r, payload in enumerate(arrived):
-            if "error" in payload and r != self.rank:
-                raise MoEError(f"{op}: {phase}: rank {r} refused its arguments: {payload['error']}")
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Waits for `keys` in the store; False if some are missing. A broken store raises in `check`."""
@@ -224,6 +226,7 @@ class Group:
         """
         if self.peer is not None:
             torch.cuda.synchronize(self.peer.device)
+            forget_pending(self.peer.device, GroupError)  # it speaks of what is repaired here
         with self._lock:
             try:
                 self._epoch, broken = self._agree_on_epoch()

@@ -1,6 +1,7 @@
 """The layer over several ranks by the `collective` transport: the reference stages with the exchange between them.
 
-Implements the inner ops `moe::group_forward` and `moe::group_backward`. Every rank calls them in the same order; what
+Implements the inner ops `moe::group_forward` and `moe::group_backward` where the ranks do not share memory; else
+`hopper.peer` does. Every rank calls them in the same order; what
 must be equal is compared at the first gate of a call, before any row moves. The experts' work between the two exchanges
 is that of the backend: `reference.experts`, or the fused kernels through `hopper.rows`.
 """
@@ -36,7 +37,7 @@ class GroupPlan:
 
     expert_offsets: int32 [L + 1] (-1 if the step was refused). row_order: int32 [row_capacity], see `RowPlan`, then -1.
     route_order: int32 [T * K], this rank's routes in the order they were sent, then -1. splits: int64 [2, W] on CPU,
-    rows sent to and received from each rank.
+    rows sent to and received from each rank. `hopper.peer` fills the last three otherwise, see `peer_forward`.
     """
 
     expert_offsets: Tensor

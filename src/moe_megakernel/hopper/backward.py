@@ -1,4 +1,4 @@
-"""The backward of one rank in the fused kernels: the backends `mega` (one launch) and `staged` (one launch a stage).
+"""The backward of a rank, alone or in a group, in the fused kernels: `mega` (one launch) or `staged` (one a stage).
 
 The mirror of `forward`. Called by `inner_ops` and `rows` for steps whose forward ran there. Allocates the gradients
 that are asked for, brings tensors into the kernels' layout, and calls `moe::hopper_backward`, which returns at once.

@@ -1,4 +1,4 @@
-"""The forward of one rank in the fused kernels: the backends `mega` (one launch) and `staged` (one launch a stage).
+"""The forward of a rank, alone or in a group, in the fused kernels: `mega` (one launch) or `staged` (one a stage).
 
 Called by `inner_ops` for calls that `support` lets through, and by `rows` for what several ranks have exchanged.
 Allocates the outputs, brings tensors into the kernels' layout, and calls `moe::hopper_forward`, which returns at once:
@@ -63,7 +63,9 @@ def layer_forward(
 
     Returns:
         y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
-        if the step was refused; row_route int32 [T * K], as `reference.layer.layer_forward`.
+        if the step was refused; row_route int32 [T * K], as `reference.layer.layer_forward`. With `peer` h and
+        row_route have row_capacity rows, expert_offsets those of the rank's experts, and a row's home rank stands in
+        the upper bits of row_route.
 
     Raises:
         RuntimeError: the launch failed. What fails on the device is raised by a later call (`device_status`).

@@ -44,8 +44,11 @@ def aligned_rows(x: Tensor) -> Tensor:
 
 
 def separate_rows(x: Tensor) -> Tensor:
-    """The same with rows that do not overlap, so that they can be copied to a group's memory."""
-    return x if _fits(x, x.shape[1]) else _copy(x)
+    """The same with rows that do not overlap, so that they can be copied to a group's memory.
+
+    The stride of a single row is looked at, too: it is the pitch of that copy.
+    """
+    return x if _fits(x, x.shape[1]) and x.stride(0) >= x.shape[1] else _copy(x)
 
 
 def aligned_weight(weight: Tensor) -> Tensor:

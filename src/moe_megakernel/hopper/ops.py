@@ -9,6 +9,12 @@ differentiates them.
 * h of no rows is not kept. status: pinned int64 [16], the StepStatus of `kernels/include/moe/forward/status.h`.
 * workspace: uint8, at least as long as the op says, its first bytes zeroed when it was allocated (`workspaces`), used
   by one stream only. Launches of both directions may share it.
+* group: None: one rank. Or int64 [8] on the CPU, the PeerGroup of `kernels/include/moe/peer/memory.h`
+  (`peer_memory.PeerMemory.numbers`): the rank is one of a group that shares memory. num_experts is then the whole
+  group's, h and row_route have its row_capacity rows, workspace and status are the group's, and row_route packs home
+  rank and route.
+* `hopper_group_bytes`: int64 [2], bytes of shared memory and of workspace, both directions, on every rank; tokens is
+  the group's max_tokens. `hopper_group_refuse`: a forward that this rank refuses, for the others to hear of it.
 * log: int64, the number of records and then LogRecords of five words each (`plan/log.h`), or None.
 * activation: a value of `ACTIVATION_NUMBERS`. num_sms: even; at most so many blocks run.
 * `.._plan_config`: the fields of `plan.PlanConfig` as int64, what such a launch makes its plan for.

@@ -7,6 +7,7 @@ and what must be equal is compared on the device. Called by `inner_ops` for grou
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +19,13 @@ from ..distributed.group import Group
 from ..distributed.layer import BACKWARD, FORWARD, GroupPlan, compare, refused_forward
 from ..errors import CapacityError, MismatchError, MoEError
 from ..reference.layer import refuse
-from ..schemas import Inputs, Options, Saved, unpack_needs
+from ..schemas import Inputs, InputTensors, Options, Saved, unpack_needs
 from .backward import Gradients, layer_backward
 from .device_status import poll
 from .forward import layer_forward
 from .launch import PeerCall, device_sms, on_its_device, timeout_ns
 from .peer_memory import PeerMemory, device_identity, sharing_fault
+from .support import kernel_fault
 
 _EQUAL = {
     "hidden": "hidden width of x",
@@ -40,8 +42,23 @@ LayerSizes = tuple[int, int, int, int, bool, bool]
 
 
 @lru_cache(maxsize=1024)
-def _bytes(*sizes: int) -> tuple[int, int]:
-    """Bytes of shared memory and of workspace on every rank; see `moe::hopper_group_bytes`."""
+def group_bytes(
+    max_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    gated: bool,
+    staged: bool,
+    num_sms: int,
+    num_ranks: int,
+    row_capacity: int,
+) -> tuple[int, int]:
+    """Bytes of shared memory and of workspace that every rank of a group needs, for both directions.
+
+    See `moe::hopper_group_bytes`; max_tokens and row_capacity are those that the group has agreed on.
+    """
+    sizes = (max_tokens, top_k, num_experts, hidden, width, gated, staged, num_sms, num_ranks, row_capacity)
     shared, workspace = torch.ops.moe.hopper_group_bytes(*sizes).tolist()
     return shared, workspace
 
@@ -55,12 +72,19 @@ def peer_fault(group: Group, device: torch.device, asked: str) -> str:
         group: of two or more ranks.
         device: this rank's.
         asked: the op's `transport`. "auto" does not try between hosts, "peer" does: they may be in one NVLink domain.
+
+    Raises:
+        MismatchError: the ranks ask for different transports.
     """
-    if group.peer_fault is None:
+    across_hosts = asked == "peer"
+    if group.peer_fault is None or (group.peer_fault and across_hosts and not group.tried_across_hosts):
         with group.step(FORWARD):
             _refuse_first_use_in_capture("memory")
-            identities = group.gate(FORWARD, "transport", device_identity(device))
-            fault = sharing_fault(identities, across_hosts=asked == "peer")
+            payloads = group.gate(FORWARD, "transport", {**device_identity(device), "transport": asked})
+            mismatch = compare(FORWARD, payloads, {"transport": "transport"})
+            if mismatch is not None:
+                raise mismatch
+            fault = sharing_fault(payloads, across_hosts)
             trial = None
             if not fault:
                 try:
@@ -70,7 +94,7 @@ def peer_fault(group: Group, device: torch.device, asked: str) -> str:
                 faults = [p["fault"] for p in group.gate(FORWARD, "mapped", {"fault": fault})]
                 fault = next((f"rank {r}: {text}" for r, text in enumerate(faults) if text), "")
             del trial
-            group.peer_fault = fault
+            group.peer_fault, group.tried_across_hosts = fault, across_hosts
     return group.peer_fault
 
 
@@ -95,7 +119,7 @@ def _memory(
     _refuse_first_use_in_capture("memory")
     top_k, num_experts, hidden, width, _, _ = sizes
     torch.cuda.synchronize(device)  # so that behind the gate nobody uses what is there now
-    poll(device)  # and no error goes with it
+    poll(device)  # an error of a launch that has just ended would be lost with its record
     payload = {"tokens": tokens, "top_k": top_k, "num_experts": num_experts, "hidden": hidden, "width": width}
     payloads = group.gate(op, "memory", {**payload, "row_capacity": rows, "activation": act})
     mismatch = compare(op, payloads, _EQUAL)
@@ -119,7 +143,7 @@ def _needed(group: Group, device: torch.device, sizes: LayerSizes, rows: int) ->
     assert group.row_capacity is not None
     capacity = group.row_capacity if rows < 0 else rows
     # Of all SMs, whatever `set_num_sms` says, so that all ranks come to the same figure; fewer need no more.
-    return _bytes(group.max_tokens, *sizes, device_sms(device.index), group.ranks, capacity)
+    return group_bytes(group.max_tokens, *sizes, device_sms(device.index), group.ranks, capacity)
 
 
 def _call(group: Group, memory: PeerMemory, op: str, row_capacity: int, needs: int) -> PeerCall:
@@ -176,18 +200,41 @@ def peer_forward(
     return y, h, GroupPlan(expert_offsets, row_route, route_order, splits)
 
 
-def refuse_step(group: Group, device: torch.device, transport: str, backend: str) -> bool:
+def _would_run_in(
+    memory: PeerMemory, group: Group, inputs: InputTensors, num_experts: int, rows: int, staged: bool
+) -> bool:
+    """Whether a call like this one, with right arguments, needs no more memory than there is; if in doubt, yes."""
+    _, topk_idx, _, w_gate_up, w_down, *_ = inputs
+    if (topk_idx.dim(), w_gate_up.dim(), w_down.dim()) != (2, 3, 3):
+        return True
+    _, hidden, width = w_down.shape
+    if kernel_fault(w_down.dtype, hidden, width, num_experts):
+        return False
+    sizes = (topk_idx.shape[1], num_experts, hidden, width, w_gate_up.shape[1] != width, staged)
+    try:
+        return memory.holds(*_needed(group, memory.device, sizes, rows))
+    except RuntimeError:  # sizes that no call can have
+        return True
+
+
+def refuse_step(
+    group: Group, inputs: InputTensors, num_experts: int, row_capacity: int, transport: str, backend: str
+) -> bool:
     """Tells the other ranks that this one refuses a forward of its own accord; False if they would not hear of it here.
+
+    A group that has failed is told nothing: the refused arguments are the error that counts.
 
     Args:
         group: of two or more ranks.
-        device: of the call's x.
+        inputs, num_experts, row_capacity: the refused ones. The other ranks' are taken to be of the same sizes.
         transport, backend: the op's, as they were asked for.
     """
     memory = group.peer
-    if memory is None or memory.device != device or transport == "collective" or backend == "reference":
+    if memory is None or memory.device != inputs[0].device or transport == "collective" or backend == "reference":
         return False
-    with group.step(FORWARD), torch.cuda.device(device):
+    if not _would_run_in(memory, group, inputs, num_experts, row_capacity, backend == "staged"):
+        return False
+    with suppress(MoEError), group.step(FORWARD), torch.cuda.device(memory.device):
         peer = _call(group, memory, FORWARD, 0, 0)
         torch.ops.moe.hopper_group_refuse(peer.workspace, peer.status, peer.group, timeout_ns())
     return True

@@ -40,7 +40,7 @@ def device_identity(device: torch.device) -> dict[str, str]:
     }
 
 
-def sharing_fault(identities: list[dict[str, str]], across_hosts: bool) -> str:
+def sharing_fault(identities: list[dict[str, Any]], across_hosts: bool) -> str:
     """Why these ranks cannot share memory as far as their identities tell, or "".
 
     Args:
@@ -54,7 +54,7 @@ def sharing_fault(identities: list[dict[str, str]], across_hosts: bool) -> str:
     places = [identity["device"] for identity in identities]
     for rank, place in enumerate(places):
         first = places.index(place)
-        if first != rank and identities[rank]["overlap"] != "1":
+        if first != rank and not identities[first]["overlap"] == identities[rank]["overlap"] == "1":
             return f"ranks {first} and {rank} are on one device and {OVERLAP}=1 is not set"
     return ""
 

@@ -81,7 +81,7 @@ def decode_group(code: int, values: Sequence[int]) -> MoEError:
         return GroupError(f"{OP}: another rank gave up waiting for rank {values[0]}; the step's outputs are NaN")
     if code == StatusCode.TIMEOUT:
         counter, index, timeout_ns = values[4], values[5], values[8]
-        late = {Counter.PEER_READY: "arrive", Counter.PEER_DONE: "finish"}.get(Counter(counter))
+        late = {int(Counter.PEER_READY): "arrive", int(Counter.PEER_DONE): "finish"}.get(counter)
         if late is not None:
             return GroupError(
                 f"{OP}: rank {index} did not {late} within {timeout_ns / 1e9:g} s; the step's outputs are NaN"

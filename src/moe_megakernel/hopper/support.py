@@ -28,7 +28,8 @@ _warned: set[str] = set()
 def kernel_fault(dtype: torch.dtype, hidden: int, width: int, num_experts: int) -> str:
     """Why the kernels cannot run such a call on any device, as "argument: expected ..., got ...", or "".
 
-    The number of ranks does not matter: with several, the same kernels run the experts of each (`rows`).
+    The number of ranks does not matter: with several, the same kernels run the layer (`peer`) or each rank's experts
+    (`rows`).
     """
     if dtype is not torch.bfloat16:
         return f"x: expected bfloat16, got {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,5 @@
-"""The kernels' working memory: one workspace for each device and stream, kept from call to call.
+"""The kernels' working memory: one workspace for each device and stream, kept from call to call. (Groups that share
+memory have their own, see `peer_memory`.)
 
 Launches on one stream follow each other, so they share memory; launches on two streams may run at once and never do.
 The first bytes of a workspace are zeroed once, when it is allocated: flags and the generation in them live from launch
