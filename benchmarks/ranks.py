@@ -82,8 +82,8 @@ def text(row: Row) -> str:
         f"{row.shape}, {row.direction}, {row.cache}: {row.ranks} ranks of {row.sms} SMs {row.ms_median:.3f} ms "
         f"({row.ms_min:.3f} to {row.ms_max:.3f}), one of {row.ranks * row.sms} {row.single_ms_median:.3f} ms "
         f"({row.single_ms_min:.3f} to {row.single_ms_max:.3f}): {row.ratio:.3f}, "
-        f"{'within' if row.ratio <= TARGET else 'above'} {TARGET:.2f}; layers of their own {row.apart_ms_median:.3f} ms, "
-        f"{row.apart_ratio:.3f}"
+        f"{'within' if row.ratio <= TARGET else 'above'} {TARGET:.2f}; "
+        f"layers of their own {row.apart_ms_median:.3f} ms, {row.apart_ratio:.3f}"
     )
 
 

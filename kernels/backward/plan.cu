@@ -1,5 +1,6 @@
 // The plan kernel of the backward: plan/parallel_backward.h by one cluster, then "plan ready", as forward/route.cu does
-// for the forward. Bounded: nothing here waits for anything outside the cluster.
+// for the forward. Bounded: with one rank nothing here waits for
+// anything outside the cluster, with several the ranks wait for each other (forward/meeting.h).
 #include "backward/plan_kernel.h"
 
 #include "forward/meeting.h"

@@ -1,6 +1,7 @@
-// Registers the CUDA kernel of torch.ops.moe.hopper_forward, one rank's forward in the fused kernels, and of
-// hopper_workspace_bytes: turns tensors into forward/arguments.h and launches on the current stream. Schemas live in
-// Python (src/moe_megakernel/hopper/ops.py), which also makes tensors fit (hopper/layout.py).
+// Registers the CUDA kernel of torch.ops.moe.hopper_forward, a rank's forward in the fused kernels, of
+// hopper_workspace_bytes, and of what the ranks of a group need besides (hopper_group_bytes, hopper_group_refuse):
+// turns tensors into forward/arguments.h and launches on the current stream. Schemas live in Python
+// (src/moe_megakernel/hopper/ops.py), which also makes tensors fit (hopper/layout.py).
 #include <torch/csrc/stable/ops.h>
 
 #include "backward/launch.h"

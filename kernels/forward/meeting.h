@@ -86,6 +86,14 @@ __device__ inline void judge(const RankHeader* headers, std::int64_t rank, Meeti
   if (header.tokens > most) refuse(Refusal::kTokens, kMaxRoutes - header.tokens);
 }
 
+// By one thread: a rank's flag has not come in time, to the host.
+__device__ inline void report_late(const Meeting& m, Counter flag, std::int64_t peer, std::int64_t generation,
+                                   std::int64_t seen) {
+  report_status(*m.status, StatusCode::kTimeout,
+                {0, static_cast<std::int64_t>(Role::kPlan), static_cast<std::int64_t>(TaskKind::kPlan), -1,
+                 static_cast<std::int64_t>(flag), peer, generation, seen, m.timeout_ns});
+}
+
 // By one thread: why the step is refused, to the host.
 __device__ inline void report_refusal(const Meeting& m, const RankHeader* headers, unsigned long long refusal) {
   const auto kind = static_cast<Refusal>(refusal >> 60);
@@ -140,10 +148,7 @@ __device__ inline void meet(const Meeting& m, const RankHeader& own) {
     abort_peers(m.peers, state.late);
     const std::int64_t seen =
         load_relaxed_system(m.peers.at<std::int64_t>(m.peers.rank, m.peers.flag_ready) + state.late);
-    report_status(
-        *m.status, StatusCode::kTimeout,
-        {0, static_cast<std::int64_t>(Role::kPlan), static_cast<std::int64_t>(TaskKind::kPlan), -1,
-         static_cast<std::int64_t>(Counter::kPeerReady), std::int64_t{state.late}, generation, seen, m.timeout_ns});
+    report_late(m, Counter::kPeerReady, state.late, generation, seen);
   } else if (refused) {
     report_refusal(m, headers, state.refusal);
   } else {

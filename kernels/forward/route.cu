@@ -1,5 +1,6 @@
 // The route kernel: the stages of plan/parallel.h by one cluster, then what the layer's kernel and the host are told.
-// Owns the order of those last writes. Bounded: nothing here waits for anything outside the cluster.
+// Owns the order of those last writes. Bounded: with one
+// rank nothing here waits for anything outside the cluster, with several the ranks wait for each other (meeting.h).
 #include "forward/meeting.h"
 #include "forward/plan_launch.h"
 #include "moe/plan/parallel.h"
@@ -83,6 +84,7 @@ __global__ void __cluster_dims__(kPlanBlocks, 1, 1) __launch_bounds__(kPlanThrea
 // A step that this rank refuses: it meets the others, so that they refuse it too, and is done at once. One block.
 __global__ void __launch_bounds__(kLanes) refuse_kernel(const __grid_constant__ Meeting meeting) {
   __shared__ MeetingResult result;
+  __shared__ int late;  // a rank that has not come to an end, or W
   Meeting m = meeting;
   m.result = &result;
   meet(m, m.header);
@@ -91,6 +93,8 @@ __global__ void __launch_bounds__(kLanes) refuse_kernel(const __grid_constant__ 
   const std::int64_t generation = m.launch->generation + 1;
   const std::int64_t* word = peers.at<std::int64_t>(peers.rank, peers.abort);
   const std::int64_t begin = global_ns();
+  if (threadIdx.x == 0) late = static_cast<int>(peers.num_ranks);
+  __syncthreads();
   if (result.aborted == 0) {
     for (std::int64_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
       store_release_system(peers.at<std::int64_t>(peer, peers.flag_done) + peers.rank, generation);
@@ -98,15 +102,23 @@ __global__ void __launch_bounds__(kLanes) refuse_kernel(const __grid_constant__ 
     for (std::int64_t peer = threadIdx.x; peer < peers.num_ranks; peer += blockDim.x) {
       const std::int64_t* flag = peers.at<std::int64_t>(peers.rank, peers.flag_done) + peer;
       while (load_acquire_system(flag) < generation && load_relaxed_system(word) == 0) {
-        if (global_ns() - begin > m.timeout_ns) abort_peers(peers, peer);
         __nanosleep(100);
+        if (global_ns() - begin <= m.timeout_ns) continue;
+        atomicMin(&late, static_cast<int>(peer));
+        break;
       }
     }
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
   const std::int64_t culprit = load_relaxed_system(word);
-  if (result.aborted == 0 && culprit != 0) report_status(*m.status, StatusCode::kPeerAborted, {culprit - 1});
+  if (result.aborted == 0 && culprit != 0) {
+    report_status(*m.status, StatusCode::kPeerAborted, {culprit - 1});
+  } else if (result.aborted == 0 && late < peers.num_ranks) {
+    abort_peers(peers, late);
+    const std::int64_t seen = load_relaxed_system(peers.at<std::int64_t>(peers.rank, peers.flag_done) + late);
+    report_late(m, Counter::kPeerDone, late, generation, seen);
+  }
   m.launch->generation = generation;
 }
 

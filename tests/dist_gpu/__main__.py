@@ -1,8 +1,8 @@
 """Runs the tests of this folder: `python -m tests.dist_gpu [arguments of pytest]`, or `make test-dist-gpu`.
 
 Twice: the tests whose ranks work together, under MPS where ranks have to share a GPU; then, without MPS, those whose
-ranks fail, since a client that is killed can disturb the others, and those under compute-sanitizer. Needs torch and pytest; exits with 1 if either run
-failed, and with 0 where there is no GPU to run on.
+ranks fail, since a client that is killed can disturb the others, and those under compute-sanitizer. Needs torch and
+pytest; exits with 1 if either run failed, and with 0 where there is no GPU to run on.
 """
 
 from __future__ import annotations

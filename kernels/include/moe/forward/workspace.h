@@ -1,4 +1,4 @@
-// Where everything lies in the one piece of device memory that a forward launch of one rank works in. Host only. The
+// Where everything lies in the one piece of device memory that a rank's forward launch works in. Host only. The
 // first bytes, which hand the generation from launch to launch, stand at the same place for every size of layer; so one
 // workspace can serve layers of any shape that fits, one after the other. They alone must be zero before the first
 // launch; everything behind is written by a launch before it is read.

@@ -18,7 +18,7 @@ namespace moe {
 
 enum class Region : std::int32_t {
   // shared with peers
-  kFlagReady = 0,  // [W] int64 generation, plus the header that must agree
+  kFlagReady = 0,  // [W] int64 generation
   kHeader,         // [W] RankHeader: what each rank is about to do
   kFlagDone,       // [W] int64 generation
   kAbort,          // int64: 0, or 1 + the rank because of which another rank has given up
