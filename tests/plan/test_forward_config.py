@@ -66,19 +66,26 @@ def test_tokens_only_size_rings(shape: tuple[int, int, int, int]) -> None:
         assert without_rings(config_of(shape, tokens=tokens)) == expected
 
 
+#: By SMs: tiles are twice as broad as high, so a segment of n row tiles makes a square with n / 2 columns.
+SEGMENT_TILES = {2: 2, 8: 4, 32: 8, 64: 10, 128: 16, 132: 16, 148: 16}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sms_only_size_the_order_and_its_rings(shape: tuple[int, int, int, int]) -> None:
     expected = config_of(shape)
     rings = []
-    for num_sms in (2, 8, 64, 128, 132, 148):
+    for num_sms in SEGMENT_TILES:
         found = config_of(shape, num_sms=num_sms)
         assert found.schedule.num_clusters == num_sms // 2
         assert found.schedule.x_slots >= min(found.schedule.segment_tiles, expected.schedule.x_slots)
         rings.append(found.schedule.x_slots)
-        sized = {"num_clusters": 66, "x_slots": expected.schedule.x_slots, "a_slots": expected.schedule.a_slots}
+        assert found.schedule.segment_tiles == SEGMENT_TILES[num_sms]
+        sized = {
+            name: getattr(expected.schedule, name) for name in ("num_clusters", "segment_tiles", "x_slots", "a_slots")
+        }
         assert replace(found, schedule=replace(found.schedule, **sized)) == expected
     assert rings == sorted(rings)
-    assert set(rings[3:]) == {expected.schedule.x_slots}
+    assert set(rings[4:]) == {expected.schedule.x_slots}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -162,6 +162,17 @@ def test_weight_tiles_are_shared_by_neighbours(case: Case) -> None:
 
 
 @settings(deadline=None, max_examples=60)
+@given(case=cases())
+def test_weight_gradients_go_expert_by_expert_in_segments(case: Case) -> None:
+    """As tile tasks: all row tiles of a segment for one column, then the next column."""
+    tasks = case.plan(Direction.BACKWARD, GradNeeds()).tasks.tolist()
+    most = case.config.schedule.segment_tiles
+    for kind in WGRADS:
+        keys = [(expert, row // most, column, row) for k, expert, row, column, _ in tasks if k == kind]
+        assert keys == sorted(keys)
+
+
+@settings(deadline=None, max_examples=60)
 @given(case=cases(), mask=st.integers(0, 127), backward=st.booleans())
 def test_pull_stream(case: Case, mask: int, backward: bool) -> None:
     needs, direction = ALL_NEEDS[mask], Direction(int(backward))

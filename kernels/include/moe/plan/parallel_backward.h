@@ -28,10 +28,18 @@ struct GradTasks {
 };
 inline constexpr std::int32_t kGradTasks = 4;
 
+// Tasks of one expert's gradient, in segments of at most `segment_tiles` row tiles.
+MOE_HOST_DEVICE constexpr std::int32_t gradient_tasks(const GradTasks& tasks, std::int32_t segment_tiles) {
+  const std::int32_t whole = tasks.rows / segment_tiles;
+  return whole * static_cast<std::int32_t>(tasks_of_segment(segment_tiles, tasks.columns)) +
+         static_cast<std::int32_t>(tasks_of_segment(tasks.rows - whole * segment_tiles, tasks.columns));
+}
+
 struct BackwardShape {
   GradNeeds needs;
   std::int32_t dgrad_tiles;
   std::int32_t segment_dgrad;       // down dgrads of a whole segment
+  std::int32_t segment_rows;        // row tiles of a segment of a gradient, at most
   GradTasks gradients[kGradTasks];  // in their order
 };
 
@@ -48,6 +56,7 @@ MOE_HOST_DEVICE constexpr BackwardShape backward_shape(const Problem& p, const T
   return {needs,
           static_cast<std::int32_t>(t.dgrad_tiles(p)),
           static_cast<std::int32_t>(tasks_of_segment(segment_tiles, t.dgrad_tiles(p))),
+          static_cast<std::int32_t>(s.segment_tiles),
           {bias(TaskKind::kBiasDown, needs.bias_down), bias(TaskKind::kBiasGateUp, needs.bias_gate_up),
            weight(TaskKind::kWgradDown, needs.w_down), weight(TaskKind::kWgradGateUp, needs.w_gate_up)}};
 }
@@ -262,21 +271,28 @@ MOE_HOST_DEVICE void fill_stages(const Warp& warp, const Block& block, const Bac
   }
 }
 
-// The gradients' tasks from ticket `first` on: of every expert, with rows or without, a pair of columns for each warp.
+// The gradients' tasks from ticket `first` on: of every expert, with rows or without, a pair of columns of a segment for
+// each warp.
 template <typename Block, typename Warp>
 MOE_HOST_DEVICE void fill_gradients(const Warp& warp, const Block& block, const BackwardJob& job, std::int32_t first) {
   const std::int32_t experts = job.plan.shape.local_experts;
+  const std::int32_t most = job.shape.segment_rows;
   MOE_ROLLED
   for (std::int32_t g = 0; g < kGradTasks; ++g) {
     const GradTasks& tasks = job.shape.gradients[g];
     const std::int32_t pairs = (tasks.columns + 1) / 2;
-    const std::int32_t of_expert = segment_tasks(tasks.rows, tasks.columns);
+    const std::int32_t of_expert = gradient_tasks(tasks, most);
+    const std::int32_t parts = (tasks.rows + most - 1) / most * pairs;
     MOE_ROLLED
-    for (std::int32_t i = warp.index * block.count + block.index; i < experts * pairs;
+    for (std::int32_t i = warp.index * block.count + block.index; i < experts * parts;
          i += block.num_warps * block.count) {
-      const std::int32_t expert = i / pairs, pair = i - expert * pairs;
-      fill_tasks(warp, job.plan.tasks + first + std::int64_t{expert} * of_expert + std::int64_t{pair} * tasks.rows,
-                 tasks.kind, 2 * pair, min32(tasks.columns, 2 * std::int64_t{pair} + 2), {expert, 0, tasks.rows, 0});
+      const std::int32_t expert = i / parts, part = i - expert * parts;
+      const std::int32_t begin = part / pairs * most, pair = part % pairs;
+      const std::int32_t rows = min32(most, tasks.rows - begin);
+      fill_tasks(warp,
+                 job.plan.tasks + first + std::int64_t{expert} * of_expert +
+                     std::int64_t{begin / most} * segment_tasks(most, tasks.columns) + std::int64_t{pair} * rows,
+                 tasks.kind, 2 * pair, min32(tasks.columns, 2 * std::int64_t{pair} + 2), {expert, begin, rows, 0});
     }
     first += experts * of_expert;
   }
@@ -289,7 +305,7 @@ MOE_HOST_DEVICE inline void fill_backward_ends(const Thread& me, const BackwardJ
   const ExpertSums& sums = parts.sums.all;
   const std::int32_t close = order.tile_tasks();
   std::int32_t drain = close + 1;
-  for (const GradTasks& tasks : job.shape.gradients) drain += sums.experts * segment_tasks(tasks.rows, tasks.columns);
+  for (const GradTasks& tasks : job.shape.gradients) drain += sums.experts * gradient_tasks(tasks, job.shape.segment_rows);
   job.plan.tasks[close] = {TaskKind::kClose, 0, 0, 0, 0};
   job.plan.tasks[drain] = {TaskKind::kDrain, 0, 0, 0, 0};
   PlanSizes sizes{};

@@ -152,23 +152,24 @@ struct TaskList {
   }
 };
 
-// The tile tasks of one kind over one minibatch: segment after segment, column after column, all row tiles of the
-// segment for one column, so that clusters beside each other share the weight tile.
+// The tasks of one kind over a segment of row tiles: column after column, all row tiles for one column, so that clusters
+// beside each other share the weight tile.
+MOE_HOST_DEVICE inline void add_segment(TaskKind kind, std::int64_t expert, std::int64_t tile_begin, std::int64_t tiles,
+                                        std::int64_t columns, TaskList& list) {
+  const std::int64_t even = tiles / 2 * 2;
+  for (std::int64_t column = 0; column < columns; ++column) {
+    for (std::int64_t i = 0; i < even; i += 2) list.add(kind, expert, tile_begin + i, column, false);
+    if (even < tiles && column % 2 == 0) list.add(kind, expert, tile_begin + even, column, true);
+  }
+}
+
+// The tile tasks of one kind over one minibatch, segment after segment.
 MOE_HOST_DEVICE inline void add_minibatch(TaskKind kind, const Problem& p, const Tiling& t, const TileTables& tables,
                                           std::int64_t minibatch, TaskList& list) {
-  const std::int64_t columns = column_tiles(kind, p, t);
   const std::int64_t begin = minibatch == 0 ? 0 : tables.minibatch_ends[minibatch - 1];
   for (std::int64_t s = begin; s < tables.minibatch_ends[minibatch]; ++s) {
     const Segment& segment = tables.segments[s];
-    const std::int64_t even = segment.tiles / 2 * 2;
-    for (std::int64_t column = 0; column < columns; ++column) {
-      for (std::int64_t i = 0; i < even; i += 2) {
-        list.add(kind, segment.expert, segment.tile_begin + i, column, false);
-      }
-      if (even < segment.tiles && column % 2 == 0) {
-        list.add(kind, segment.expert, segment.tile_begin + even, column, true);
-      }
-    }
+    add_segment(kind, segment.expert, segment.tile_begin, segment.tiles, column_tiles(kind, p, t), list);
   }
 }
 
@@ -183,14 +184,16 @@ MOE_HOST_DEVICE inline void add_route_grads(const TileTables& tables, std::int64
   }
 }
 
-// All tiles of one weight gradient. Experts without rows are here too: their tiles are stored as zeros.
-MOE_HOST_DEVICE inline void add_wgrad(TaskKind kind, const Problem& p, const Tiling& t, TaskList& list) {
+// All tiles of one weight gradient, in segments as the tile tasks: the tiles worked on at one time read few rows and few
+// columns. Experts without rows are here too: their tiles are stored as zeros.
+MOE_HOST_DEVICE inline void add_wgrad(TaskKind kind, const Problem& p, const Tiling& t, const Schedule& s,
+                                      TaskList& list) {
   const std::int64_t rows = wgrad_row_tiles(kind, p, t);
   const std::int64_t columns = column_tiles(kind, p, t);
   for (std::int64_t e = 0; e < p.local_experts(); ++e) {
-    for (std::int64_t column = 0; column < columns; ++column) {
-      for (std::int64_t row = 0; row + 1 < rows; row += 2) list.add(kind, e, row, column, false);
-      if (rows % 2 == 1 && column % 2 == 0) list.add(kind, e, rows - 1, column, true);
+    for (std::int64_t begin = 0; begin < rows; begin += s.segment_tiles) {
+      const std::int64_t left = rows - begin;
+      add_segment(kind, e, begin, left < s.segment_tiles ? left : s.segment_tiles, columns, list);
     }
   }
 }
@@ -241,8 +244,8 @@ MOE_HOST_DEVICE inline std::int64_t order_tasks(Direction direction, const Probl
   list.add(TaskKind::kClose, 0, 0, 0, false);
   if (!forward && needs.bias_down) add_bias_grad(TaskKind::kBiasDown, p, t, list);
   if (!forward && needs.bias_gate_up) add_bias_grad(TaskKind::kBiasGateUp, p, t, list);
-  if (!forward && needs.w_down) add_wgrad(TaskKind::kWgradDown, p, t, list);
-  if (!forward && needs.w_gate_up) add_wgrad(TaskKind::kWgradGateUp, p, t, list);
+  if (!forward && needs.w_down) add_wgrad(TaskKind::kWgradDown, p, t, s, list);
+  if (!forward && needs.w_gate_up) add_wgrad(TaskKind::kWgradGateUp, p, t, s, list);
   list.add(TaskKind::kDrain, 0, 0, 0, false);
   return list.size;
 }
