@@ -8,6 +8,7 @@ experts as its share, beside those of the others: what sharing the GPU costs wit
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from .driver import benchmark_shapes
 from .gradients import NAMES, Step, make_dy, make_leaves, make_step
 from .group import Rank
 from .layers import Call, Layer, make_layer
+from .sm_share import own_stream
 from .timing import SLEEP_CYCLES, Flush, Times, median
 
 DIRECTIONS = ("forward", "backward")
@@ -35,7 +37,10 @@ TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Config:
-    """letters: of the shapes, T tokens of all ranks; steps: back to back in one sample where caches are hot."""
+    """letters: of the shapes, T tokens of all ranks; steps: back to back in one sample where caches are hot; own_sms:
+    each rank on SMs of its own, else wherever MPS puts it; rest: seconds without work before a sample, so that it does
+    not pay in clock rate for the power that the one before took.
+    """
 
     letters: tuple[str, ...]
     routing: str
@@ -44,6 +49,8 @@ class Config:
     caches: tuple[str, ...]
     rounds: int
     steps: int
+    own_sms: bool
+    rest: float
 
 
 @dataclass(frozen=True)
@@ -201,8 +208,8 @@ def time_steps(call: Call, steps: int, flush: Flush | None, start: Callable[[], 
 class Timer:
     """Times one rank and several in turn. Every rank calls `measure` in the same order."""
 
-    def __init__(self, rank: Rank, config: Config, sms: int) -> None:
-        self._rank, self._config, self._sms = rank, config, sms
+    def __init__(self, rank: Rank, config: Config, sms: int, all_sms: torch.cuda.Stream) -> None:
+        self._rank, self._config, self._sms, self._all_sms = rank, config, sms, all_sms
         # Kept, because the barrier lives in its memory.
         self._shared = symmetric.empty(16, dtype=torch.int32, device=rank.device)
         self._handle = symmetric.rendezvous(self._shared, rank.group)
@@ -219,18 +226,23 @@ class Timer:
         for _ in range(self._config.rounds + 1):
             if single is not None:
                 moe_megakernel.set_num_sms(self._sms * self._rank.ranks)
-                alone.append(time_steps(single, steps, flush, lambda: None))
+                with torch.cuda.stream(self._all_sms):
+                    alone.append(self._sample(single, steps, flush, lambda: None))
                 moe_megakernel.set_num_sms(self._sms)
             self._rank.meet()
-            together.append(time_steps(several, steps, flush, self._start))
+            together.append(self._sample(several, steps, flush, self._start))
             self._rank.meet()
-            beside.append(time_steps(apart, steps, flush, self._start))
+            beside.append(self._sample(apart, steps, flush, self._start))
             self._rank.meet()
         moe_megakernel.check_errors()
         # The first round warms up.
         by_rank = self._rank.gather((alone[1:], together[1:], beside[1:]))
         last = [[max(spans) for spans in zip(*(of[i] for of in by_rank), strict=True)] for i in (1, 2)]
         return steps, _times(by_rank[0][0]), _times(last[0]), _times(last[1])
+
+    def _sample(self, call: Call, steps: int, flush: Flush | None, start: Callable[[], None]) -> float:
+        time.sleep(self._config.rest)
+        return time_steps(call, steps, flush, start)
 
     def _start(self) -> None:
         self._handle.barrier(0, int(TIMEOUT * 1000))
@@ -245,16 +257,21 @@ def measure(rank: Rank, config: Config, commit: str) -> tuple[dict[str, str], li
     moe_megakernel.set_timeout(TIMEOUT)
     sms = sms_of_rank(device_sms(torch.cuda.current_device()), rank.ranks)
     moe_megakernel.set_num_sms(sms)
-    timer = Timer(rank, config, sms)
+    all_sms = torch.cuda.current_stream()
+    if config.own_sms:
+        torch.cuda.set_stream(own_stream(rank.rank, rank.ranks, sms))
+    timer = Timer(rank, config, sms, all_sms)
     found = []
     for letter in config.letters:
-        found += _measure_shape(rank, config, timer, letter, sms)
+        found += _measure_shape(rank, config, timer, letter, sms, all_sms)
         free_memory(rank.device)
         rank.meet()
     return report.machine(commit), found
 
 
-def _measure_shape(rank: Rank, config: Config, timer: Timer, letter: str, sms: int) -> list[Found]:
+def _measure_shape(
+    rank: Rank, config: Config, timer: Timer, letter: str, sms: int, all_sms: torch.cuda.Stream
+) -> list[Found]:
     layer: Any = make_layer(benchmark_shapes()[letter], config.routing)  # the same on every rank
     dy: Any = make_dy(layer)
     expected: Any = expected_share(rank, layer, dy, config.backend)
@@ -264,7 +281,10 @@ def _measure_shape(rank: Rank, config: Config, timer: Timer, letter: str, sms: i
     moe_megakernel.reserve(rank.group, len(part.x), layer.shape.top_k, rows)
     single: dict[str, Call | None] = dict.fromkeys(DIRECTIONS)
     if rank.rank == 0:
-        whole = make_step(layer, config.backend, "", dy)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(all_sms):  # backward follows on the same stream
+            whole = make_step(layer, config.backend, "", dy)
+        torch.cuda.synchronize()
         single = {"forward": lambda: layer.forward(config.backend), "backward": lambda: whole.gradients()[0]}
     else:
         layer = dy = None

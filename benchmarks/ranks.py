@@ -26,7 +26,8 @@ TARGET = 1.10
 @dataclass(frozen=True)
 class Row(report.Origin):
     """T: of all ranks together; sharing: mps or slices; steps: of a sample, back to back; sms: of a rank; ms: a step of
-    all ranks, from a common start to the end of the last; single_ms: of one rank with ranks * sms; ratio: ms over
+    all ranks, from a common start to the end of the last; own_sms: each rank has SMs of its own; rest: seconds before a
+    sample; single_ms: of one rank with ranks * sms; ratio: ms over
     single_ms; apart_ms, apart_ratio: the same of ranks that each run a layer of their own of the same size, at once.
     """
 
@@ -39,6 +40,8 @@ class Row(report.Origin):
     cache: str
     steps: int
     sms: int
+    own_sms: bool
+    rest: float
     ms_median: float
     ms_min: float
     ms_max: float
@@ -64,6 +67,8 @@ def make_row(machine: dict[str, str], ranks: int, how: str, config: Config, foun
         cache=found.cache,
         steps=found.steps,
         sms=found.sms,
+        own_sms=config.own_sms,
+        rest=config.rest,
         ms_median=several.median,
         ms_min=several.least,
         ms_max=several.most,
@@ -87,6 +92,23 @@ def text(row: Row) -> str:
     )
 
 
+def total_text(rows: list[Row]) -> list[str]:
+    """A line for each shape and state of the caches: forward and backward together."""
+    lines = []
+    for name, cache in dict.fromkeys((row.shape, row.cache) for row in rows):
+        both = [row for row in rows if (row.shape, row.cache) == (name, cache)]
+        together, single, apart = (
+            sum(getattr(row, field) for row in both) for field in ("ms_median", "single_ms_median", "apart_ms_median")
+        )
+        what = f"{name}, {cache}, {' and '.join(row.direction for row in both)}"
+        verdict = "within" if together / single <= TARGET else "above"
+        lines.append(
+            f"{what}: {together:.3f} ms over {single:.3f} ms: {together / single:.3f}, {verdict} {TARGET:.2f}; "
+            f"over layers of their own {together / apart:.3f}"
+        )
+    return lines
+
+
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, all on the first GPU.", min=2)] = 4,
     shapes: Annotated[str, typer.Option(help="Letters, for instance A,D.")] = "A,D",
@@ -96,6 +118,10 @@ def main(
     cache: Annotated[str, typer.Option(help="cold: one step at a time; hot: several back to back.")] = "cold,hot",
     rounds: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 15,
     steps: Annotated[int, typer.Option(help="Of a sample where caches are hot.", min=1)] = 10,
+    own_sms: Annotated[
+        bool, typer.Option("--own-sms/--no-own-sms", help="SMs of its own for each rank, by CUDA green contexts.")
+    ] = True,
+    rest: Annotated[float, typer.Option(help="Seconds without work before each sample.", min=0.0)] = 0.03,
     mps: Annotated[bool, typer.Option("--mps/--no-mps", help="Start MPS, unless the environment names one.")] = True,
     commit: Annotated[str, typer.Option(help="Written to the rows.")] = "",
     out: Annotated[Path | None, typer.Option(help="CSV file; by default benchmarks/results/<gpu>/ranks.csv.")] = None,
@@ -116,6 +142,8 @@ def main(
         caches=tuple(split(cache, CACHES, "--cache")),
         rounds=rounds,
         steps=steps,
+        own_sms=own_sms,
+        rest=rest,
     )
     require_gpu()
     with sharing(ranks, mps, gpus=1) as how:
@@ -125,6 +153,8 @@ def main(
     report.append(path, rows)
     for row in rows:
         typer.echo(text(row))
+    for line in total_text(rows):
+        typer.echo(line)
     typer.echo(f"rows are in {path}")
 
 

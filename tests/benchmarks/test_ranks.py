@@ -12,7 +12,9 @@ from benchmarks import gradients, group, layers, mps, rank_steps, ranks, timing
 from moe_megakernel.shapes import Shape
 
 SMALL = Shape("small", "small", num_experts=5, hidden=64, width=32, top_k=2, tokens=61)
-CONFIG = rank_steps.Config(("A",), "uniform", "reference", "collective", ("cold",), rounds=1, steps=1)
+CONFIG = rank_steps.Config(
+    ("A",), "uniform", "reference", "collective", ("cold",), rounds=1, steps=1, own_sms=True, rest=0.0
+)
 MACHINE = {"gpu": "h200", "driver": "580", "torch": "2.11", "date": "2026-12-02", "commit": "abc"}
 
 
@@ -67,6 +69,16 @@ def test_row() -> None:
     assert ranks.text(row).endswith(
         "one of 128 2.000 ms (1.000 to 3.000): 1.050, within 1.10; layers of their own 2.060 ms, 1.030"
     )
+
+
+def test_totals() -> None:
+    def found(direction: str, single: float, several: float) -> ranks.Row:
+        times = (timing.Times(value, value, value) for value in (single, several, 2.0))
+        return ranks.make_row(MACHINE, 4, "mps", CONFIG, rank_steps.Found("A", direction, "cold", 1, 32, *times))
+
+    assert ranks.total_text([found("forward", 1.0, 1.3), found("backward", 3.0, 3.2)]) == [
+        "A, cold, forward and backward: 4.500 ms over 4.000 ms: 1.125, above 1.10; over layers of their own 1.125"
+    ]
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
