@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import typer
 
+from .bench import bench
 from .doctor import doctor
 from .simulate import simulate
 from .train import train
 
 app = typer.Typer(
     name="moe-megakernel",
-    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, simulate GPUs.",
+    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, simulate GPUs, compare.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,3 +22,4 @@ app = typer.Typer(
 app.command()(train)
 app.command()(doctor)
 app.command()(simulate)
+app.command()(bench)

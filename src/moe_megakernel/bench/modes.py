@@ -1,0 +1,108 @@
+"""How a bound implementation is run: eager, compiled or as a CUDA graph; forward, backward, or both in one call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .implementation import Bound, Call, Implementation, Yardstick
+from .problem import Problem
+
+DIRECTIONS = ("forward", "backward", "both")
+MODES = ("eager", "compiled", "graph")
+
+
+def mode_fault(implementation: Implementation, mode: str, device: torch.device) -> str:
+    """Why an implementation does not run in a mode, or an empty string."""
+    if mode == "graph" and device.type != "cuda":
+        return "CUDA graphs need a CUDA device"
+    if mode == "graph" and not implementation.captures:
+        return "waits for the device inside, so no CUDA graph can hold it"
+    if mode == "compiled" and not implementation.compiles:
+        return "does not run under torch.compile(fullgraph=True)"
+    return ""
+
+
+def results(bound: Bound, dy: Tensor, mode: str) -> dict[str, Tensor]:
+    """y and the gradients of the leaves in the problem's layout, of one step."""
+    function = _function(bound, mode)
+    y = function(*bound.leaves)
+    gradients = bound.layout(torch.autograd.grad(y, bound.leaves, dy))
+    return {"y": y.detach(), **dict(zip(("x", "topk_weights", "w_gate_up", "w_down"), gradients, strict=True))}
+
+
+def make_call(bound: Bound | Yardstick, problem: Problem, direction: str, mode: str) -> Call:
+    """A call without arguments that does one step, or one direction of it.
+
+    Backward alone is `torch.autograd.grad` of a forward that has run, whose graph is kept from call to call.
+    """
+    if mode == "graph":
+        return _captured(bound, problem, direction)
+    return _plain(bound, problem, direction, mode)
+
+
+def _plain(bound: Bound | Yardstick, problem: Problem, direction: str, mode: str) -> Call:
+    if isinstance(bound, Yardstick):
+        return {"forward": bound.forward, "backward": bound.backward, "both": _both(bound)}[direction]
+    return _call(bound, problem.dy, direction, mode)
+
+
+def _call(bound: Bound, dy: Tensor, direction: str, mode: str) -> Call:
+    function, leaves = _function(bound, mode), bound.leaves
+    if direction == "forward":
+        return lambda: function(*leaves)
+    if direction == "both":
+        return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
+    with _kept_buffers():
+        y = function(*leaves)
+        torch.autograd.grad(y, leaves, dy, retain_graph=True)  # compiles it
+    return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def _both(yardstick: Yardstick) -> Call:
+    def call() -> Any:
+        yardstick.forward()
+        return yardstick.backward()
+
+    return call
+
+
+def _function(bound: Bound, mode: str) -> Any:
+    if mode != "compiled":
+        return bound.function
+    return torch.compile(bound.function, fullgraph=True, dynamic=False)
+
+
+@contextlib.contextmanager
+def _kept_buffers() -> Iterator[None]:
+    """A compiled backward must not reuse what its forward saved, since it runs more than once."""
+    from torch._functorch import config
+
+    with config.patch(donated_buffer=False):
+        yield
+
+
+def _captured(bound: Bound | Yardstick, problem: Problem, direction: str) -> Call:
+    """Replays of a call as one CUDA graph. What it returns lives in the graph's memory and is not given out.
+
+    All of it happens on the stream of the capture, since autograd runs a backward where its forward ran.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call = _plain(bound, problem, direction, "eager")
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = call()
+
+    def replay(kept: Any = kept) -> None:
+        graph.replay()
+
+    return replay

@@ -1,0 +1,273 @@
+"""The benchmark itself: problem after problem, all implementations on each, numbers before times.
+
+An implementation that is absent, fails or is wrong is left out with its reason; the others go on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..shapes import find_shape
+from . import modes, records
+from .expected import Expected, check_numbers, make_expected
+from .implementation import Bound, Call, Implementation, Yardstick
+from .memory import Memory, measure_memory
+from .peers import IMPLEMENTATIONS
+from .problem import Problem, make_problem, share_of
+from .routings import Routing
+from .timing import Times, host_time, time_rounds
+
+#: Rounds in which the variants of an implementation are compared.
+VARIANT_ROUNDS = 5
+UNMEASURED = Memory(-1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. tokens: of each rank, by default the shape's own; impls: names in `peers.IMPLEMENTATIONS`."""
+
+    shapes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    routings: tuple[Routing, ...]
+    directions: tuple[str, ...]
+    modes: tuple[str, ...]
+    impls: tuple[str, ...]
+    rounds: int
+    cold: bool
+    memory: bool
+    host: bool
+    device: torch.device
+    seed: int
+    commit: str
+    command: str
+
+
+class Absent(NamedTuple):
+    """Why an implementation is not among the rows of a problem (and a mode, or all of them). fault: it should be."""
+
+    impl: str
+    mode: str
+    reason: str
+    fault: bool
+
+
+@dataclass
+class Measured:
+    """All of one problem. rows: of rank 0 for the slowest rank."""
+
+    problem: Problem
+    rows: list[records.Row] = field(default_factory=list)
+    absent: list[Absent] = field(default_factory=list)
+
+
+@dataclass
+class _Candidate:
+    """An implementation that is bound and right."""
+
+    implementation: Implementation
+    bound: Bound | Yardstick
+    variant: str
+    error: float
+    memory: Memory = UNMEASURED
+
+
+def run(options: Options, group: dist.ProcessGroup | None = None) -> Iterator[Measured]:
+    """Measures every shape, number of tokens and routing.
+
+    Args:
+        group: of the ranks, where there are several; all of them call this.
+    """
+    for slug in options.shapes:
+        shape = find_shape(slug, "bench")
+        for tokens in options.tokens or (shape.tokens,):
+            for routing in options.routings:
+                yield _measure(shape, routing, tokens, options, group)
+                gc.collect()
+                if options.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def _measure(shape: Any, routing: Routing, tokens: int | None, options: Options, group: dist.ProcessGroup | None) -> Measured:
+    ranks = 1 if group is None else group.size()
+    count = None if tokens is None else tokens * ranks
+    whole = make_problem(shape, routing, count, options.device, options.seed)
+    if group is None:
+        problem, expected = whole, make_expected(whole)
+    else:
+        problem, expected = share_of(whole, group), make_expected(whole, group.rank(), ranks)
+    del whole
+    measured = Measured(problem)
+    for mode in options.modes:
+        candidates = list(_candidates(measured, expected, mode, options))
+        for direction in options.directions:
+            measured.rows += _rows(measured, candidates, direction, mode, options)
+    return measured
+
+
+def _candidates(measured: Measured, expected: Expected, mode: str, options: Options) -> Iterator[_Candidate]:
+    problem = measured.problem
+    for name in options.impls:
+        implementation = IMPLEMENTATIONS[name]
+        reason = implementation.absent(problem)
+        if reason:
+            if mode == options.modes[0]:
+                measured.absent.append(Absent(name, "", reason, False))
+            continue
+        reason = modes.mode_fault(implementation, mode, problem.device)
+        if reason:
+            measured.absent.append(Absent(name, mode, reason, False))
+            continue
+        found, fault = _everywhere(problem, lambda: _checked(implementation, problem, expected, mode, options))
+        if fault:
+            measured.absent.append(Absent(name, mode, fault, True))
+        else:
+            yield from found
+
+
+def _everywhere(problem: Problem, measure: Callable[[], Any]) -> tuple[Any, str]:
+    """What `measure` returns, and the first fault of any rank, so that all of them leave it out."""
+    found, fault = None, ""
+    try:
+        found = measure()
+    except Exception as error:  # of any peer, on any problem: it is left out, and named
+        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        if isinstance(error, torch.OutOfMemoryError):
+            gc.collect()
+            torch.cuda.empty_cache()
+    faults = _gathered(problem, fault)
+    return found, next((text for text in faults if text), "")
+
+
+def _gathered(problem: Problem, value: Any) -> list[Any]:
+    if problem.group is None:
+        return [value]
+    values: list[Any] = [None] * problem.ranks
+    dist.all_gather_object(values, value, group=problem.group)
+    return values
+
+
+def _checked(
+    implementation: Implementation, problem: Problem, expected: Expected, mode: str, options: Options
+) -> list[_Candidate]:
+    """One candidate for each variant. Its numbers are right in this mode (a graph's are those of eager calls)."""
+    candidates = []
+    for variant in implementation.variants or ("",):
+        bound = implementation.bind(problem, variant)
+        error = 0.0
+        memory = UNMEASURED
+        if isinstance(bound, Bound):
+            found = modes.results(bound, problem.dy, "eager" if mode == "graph" else mode)
+            error = max(check_numbers(expected, found).values())
+            implementation.check()
+            del found
+            if options.memory:
+                memory = measure_memory(bound, problem)
+        candidates.append(_Candidate(implementation, bound, variant, error, memory))
+    return candidates
+
+
+def _rows(
+    measured: Measured, candidates: list[_Candidate], direction: str, mode: str, options: Options
+) -> list[records.Row]:
+    problem = measured.problem
+    calls: dict[str, tuple[_Candidate, Call]] = {}
+    for candidate in candidates:
+        name = candidate.implementation.name
+        made, fault = _everywhere(problem, lambda: _called(candidate, problem, direction, mode))
+        if fault:
+            measured.absent.append(Absent(name, mode, f"{direction}: {fault}", True))
+            continue
+        calls[f"{name} {candidate.variant}"] = (candidate, made)
+    chosen = _fastest(calls, problem, options)
+    times = _slowest(problem, time_rounds({n: call for n, (_, call) in chosen.items()}, options.rounds, problem.device, options.cold))
+    host = {name: host_time(call, problem.device) if options.host else -1.0 for name, (_, call) in chosen.items()}
+    for candidate, _ in chosen.values():
+        candidate.implementation.check()
+    return [
+        _row(problem, candidate, times, host[name], name, direction, mode, options)
+        for name, (candidate, _) in chosen.items()
+    ]
+
+
+def _called(candidate: _Candidate, problem: Problem, direction: str, mode: str) -> Call:
+    """Run once, so that what fails at the first call fails here."""
+    call = modes.make_call(candidate.bound, problem, direction, mode)
+    call()
+    if problem.device.type == "cuda":
+        torch.cuda.synchronize()
+    candidate.implementation.check()
+    return call
+
+
+def _fastest(
+    calls: dict[str, tuple[_Candidate, Call]], problem: Problem, options: Options
+) -> dict[str, tuple[_Candidate, Call]]:
+    """By name of the implementation: of its variants the fastest one."""
+    by_name: dict[str, list[str]] = {}
+    for key, (candidate, _) in calls.items():
+        by_name.setdefault(candidate.implementation.name, []).append(key)
+    chosen = {}
+    for name, keys in by_name.items():
+        best = keys[0]
+        if len(keys) > 1:
+            rounds = min(VARIANT_ROUNDS, options.rounds)
+            variants = {key: calls[key][1] for key in keys}
+            times = _slowest(problem, time_rounds(variants, rounds, problem.device, options.cold))
+            best = min(keys, key=lambda key: times[key].median)
+        chosen[name] = calls[best]
+    return chosen
+
+
+def _slowest(problem: Problem, times: dict[str, Times]) -> dict[str, Times]:
+    """Of all ranks, the times of the slowest."""
+    gathered = _gathered(problem, times)
+    return {name: max(of[name] for of in gathered) for name in times}
+
+
+def _row(
+    problem: Problem,
+    candidate: _Candidate,
+    times: dict[str, Times],
+    host: float,
+    name: str,
+    direction: str,
+    mode: str,
+    options: Options,
+) -> records.Row:
+    shape, spent = problem.shape, times[name]
+    routes_share = problem.routes / problem.topk_idx.numel()
+    dense = times.get("dense")
+    return records.Row(
+        **records.origin(problem.device, options.commit, options.command),
+        shape=shape.slug,
+        T=problem.tokens,
+        H=shape.hidden,
+        I=shape.width,
+        E=shape.num_experts,
+        K=shape.top_k,
+        ranks=problem.ranks,
+        routing=problem.routing.name,
+        direction=direction,
+        mode=mode,
+        cache="cold" if options.cold else "hot",
+        impl=name,
+        variant=candidate.variant,
+        version=candidate.implementation.version(),
+        rounds=options.rounds,
+        ms_median=spent.median,
+        ms_min=spent.least,
+        ms_max=spent.most,
+        tflops=shape.flops(problem.tokens, direction) * routes_share / spent.median / 1e9,
+        ratio_dense=dense.median / spent.median if dense is not None else 0.0,
+        error=candidate.error,
+        host_us=host,
+        saved_bytes=candidate.memory.saved,
+        workspace_bytes=candidate.memory.workspace,
+        peak_bytes=candidate.memory.peak,
+    )
