@@ -18,16 +18,18 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 import moe_megakernel
+from moe_megakernel.bench.implementation import Call
+from moe_megakernel.bench.peers.ours import layer_of
+from moe_megakernel.bench.problem import LEAVES, Problem, make_problem, share_of
+from moe_megakernel.bench.routings import parse_routing
+from moe_megakernel.bench.timing import SLEEP_CYCLES, Flush, Times, summary
 from moe_megakernel.distributed.partition import expert_range
 from moe_megakernel.hopper.launch import device_sms
 
 from . import report
-from .driver import benchmark_shapes
-from .gradients import NAMES, Step, make_dy, make_leaves, make_step
 from .group import Rank
-from .layers import Call, Layer, make_layer
+from .report import benchmark_shapes
 from .sm_share import own_stream
-from .timing import SLEEP_CYCLES, Flush, Times, median
 
 DIRECTIONS = ("forward", "backward")
 CACHES = ("cold", "hot")
@@ -82,30 +84,15 @@ def sms_of_rank(sms: int, ranks: int) -> int:
     return share
 
 
-def share_of(layer: Layer, rank: int, ranks: int) -> Layer:
-    """Copies of one rank's tokens and experts. Shape stays that of the whole layer."""
-    experts = expert_range(layer.shape.num_experts, rank, ranks)
-
-    def tokens(tensor: Tensor) -> Tensor:
-        return tensor.detach().tensor_split(ranks)[rank].clone()
-
-    def weights(tensor: Tensor) -> Tensor:
-        return tensor.detach()[experts.start : experts.stop].clone().requires_grad_()
-
-    inputs = (tokens(layer.x), tokens(layer.topk_idx), tokens(layer.topk_weights))
-    return Layer(layer.shape, *inputs, weights(layer.w_gate_up), weights(layer.w_down))
-
-
-def own_layer(part: Layer) -> Layer:
+def own_layer(part: Problem) -> Problem:
     """A layer of one rank with the tokens and experts of `part`, whose routes all stay there."""
     experts = len(part.w_gate_up)
-    shape = replace(part.shape, num_experts=experts, tokens=len(part.x))
-    given = make_leaves(part)
-    return replace(given, shape=shape, topk_idx=part.topk_idx % experts)
+    shape = replace(part.shape, num_experts=experts, tokens=part.tokens)
+    return replace(part, shape=shape, topk_idx=part.topk_idx % experts, group=None)
 
 
 def share_of_results(results: list[Tensor], num_experts: int, rank: int, ranks: int) -> list[Tensor]:
-    """The same of y and the gradients of `gradients.NAMES`."""
+    """The same of y and the gradients of `problem.LEAVES`."""
     experts = expert_range(num_experts, rank, ranks)
     by_token, by_expert = results[:3], results[3:]
     return [t.tensor_split(ranks)[rank].clone() for t in by_token] + [
@@ -123,26 +110,28 @@ def rows_of_busiest(topk_idx: Tensor, num_experts: int, ranks: int) -> int:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def group_forward(rank: Rank, part: Layer, config: Config) -> Tensor:
-    """y of this rank's tokens."""
-    return torch.ops.moe.dispatch_gemm_combine(
-        part.x,
-        part.topk_idx,
-        part.topk_weights,
-        part.w_gate_up,
-        part.w_down,
-        num_experts=part.shape.num_experts,
-        group_name=rank.group.group_name,
-        transport=config.transport,
-        backend=config.backend,
-    )
+@dataclass(frozen=True)
+class Step:
+    """y [T, H] with its graph, which is kept, and what it is differentiated with respect to."""
+
+    y: Tensor
+    leaves: tuple[Tensor, ...]
+    dy: Tensor
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.y, self.leaves, self.dy, retain_graph=True)
 
 
-def group_step(rank: Rank, part: Layer, dy: Tensor, config: Config) -> Step:
-    """The forward has run on all ranks."""
-    given = make_leaves(part)
-    leaves = (given.x, given.topk_weights, given.w_gate_up, given.w_down)
-    return Step(group_forward(rank, given, config), leaves, dy)
+def forward_of(problem: Problem, config: Config) -> Call:
+    """The forward of a problem, by one rank or as a rank of its group, in training mode."""
+    options = {} if problem.group is None else {"group_name": problem.group.group_name, "transport": config.transport}
+    function = layer_of(problem.topk_idx, problem.shape.num_experts, config.backend, **options)
+    return lambda: function(*problem.leaves)
+
+
+def make_step(problem: Problem, config: Config) -> Step:
+    """Of a group: the forward has run on all ranks."""
+    return Step(forward_of(problem, config)(), problem.leaves, problem.dy)
 
 
 def results_of(step: Step) -> list[Tensor]:
@@ -150,13 +139,13 @@ def results_of(step: Step) -> list[Tensor]:
     return [step.y.detach(), *step.gradients()]
 
 
-def expected_share(rank: Rank, layer: Layer, dy: Tensor, backend: str) -> list[Tensor]:
+def expected_share(rank: Rank, whole: Problem, config: Config) -> list[Tensor]:
     """This rank's share of what one rank computes. The ranks take turns, so that one at a time has the whole there."""
     share: list[Tensor] = []
     for turn in range(rank.ranks):
         if turn == rank.rank:
-            results = results_of(make_step(layer, backend, "", dy))
-            share = share_of_results(results, layer.shape.num_experts, rank.rank, rank.ranks)
+            results = results_of(make_step(whole, config))
+            share = share_of_results(results, whole.shape.num_experts, rank.rank, rank.ranks)
             del results
             moe_megakernel.check_errors()
             moe_megakernel.release_workspaces()
@@ -171,7 +160,7 @@ def check_bits(rank: Rank, step: Step, expected: list[Tensor]) -> None:
     Raises:
         RuntimeError: a bit differs.
     """
-    for name, found, want in zip(("y", *NAMES), results_of(step), expected, strict=True):
+    for name, found, want in zip(("y", *LEAVES), results_of(step), expected, strict=True):
         wrong = int((found.view(torch.uint8) != want.view(torch.uint8)).sum())
         if wrong:
             what = "y" if name == "y" else f"gradient of {name}"
@@ -238,7 +227,7 @@ class Timer:
         # The first round warms up.
         by_rank = self._rank.gather((alone[1:], together[1:], beside[1:]))
         last = [[max(spans) for spans in zip(*(of[i] for of in by_rank), strict=True)] for i in (1, 2)]
-        return steps, _times(by_rank[0][0]), _times(last[0]), _times(last[1])
+        return steps, summary(by_rank[0][0]), summary(last[0]), summary(last[1])
 
     def _sample(self, call: Call, steps: int, flush: Flush | None, start: Callable[[], None]) -> float:
         time.sleep(self._config.rest)
@@ -246,10 +235,6 @@ class Timer:
 
     def _start(self) -> None:
         self._handle.barrier(0, int(TIMEOUT * 1000))
-
-
-def _times(spans: list[float]) -> Times:
-    return Times(median(spans), min(spans), max(spans))
 
 
 def measure(rank: Rank, config: Config, commit: str) -> tuple[dict[str, str], list[Found]]:
@@ -272,36 +257,28 @@ def measure(rank: Rank, config: Config, commit: str) -> tuple[dict[str, str], li
 def _measure_shape(
     rank: Rank, config: Config, timer: Timer, letter: str, sms: int, all_sms: torch.cuda.Stream
 ) -> list[Found]:
-    layer: Any = make_layer(benchmark_shapes()[letter], config.routing)  # the same on every rank
-    dy: Any = make_dy(layer)
-    expected: Any = expected_share(rank, layer, dy, config.backend)
-    part = share_of(layer, rank.rank, rank.ranks)
-    part_dy = dy.tensor_split(rank.ranks)[rank.rank].clone()
-    rows = rows_of_busiest(layer.topk_idx, layer.shape.num_experts, rank.ranks)
-    moe_megakernel.reserve(rank.group, len(part.x), layer.shape.top_k, rows)
+    whole: Any = make_problem(benchmark_shapes()[letter], parse_routing(config.routing))  # the same on every rank
+    expected: Any = expected_share(rank, whole, config)
+    part = share_of(whole, rank.rank, rank.ranks, rank.group)
+    rows = rows_of_busiest(whole.topk_idx, whole.shape.num_experts, rank.ranks)
+    moe_megakernel.reserve(rank.group, part.tokens, part.shape.top_k, rows)
     single: dict[str, Call | None] = dict.fromkeys(DIRECTIONS)
     if rank.rank == 0:
         torch.cuda.synchronize()
         with torch.cuda.stream(all_sms):  # backward follows on the same stream
-            whole = make_step(layer, config.backend, "", dy)
+            whole_step = make_step(whole, config)
         torch.cuda.synchronize()
-        single = {"forward": lambda: layer.forward(config.backend), "backward": lambda: whole.gradients()[0]}
+        single = {"forward": forward_of(whole, config), "backward": lambda: whole_step.gradients()[0]}
     else:
-        layer = dy = None
+        whole = None
         free_memory(rank.device)
-    step = group_step(rank, part, part_dy, config)
+    step = make_step(part, config)
     check_bits(rank, step, expected)
     expected = None
-    several: dict[str, Call] = {
-        "forward": lambda: group_forward(rank, part, config),
-        "backward": lambda: step.gradients()[0],
-    }
+    several: dict[str, Call] = {"forward": forward_of(part, config), "backward": lambda: step.gradients()[0]}
     own = own_layer(part)
-    own_step = make_step(own, config.backend, "", part_dy)
-    apart: dict[str, Call] = {
-        "forward": lambda: own.forward(config.backend),
-        "backward": lambda: own_step.gradients()[0],
-    }
+    own_step = make_step(own, config)
+    apart: dict[str, Call] = {"forward": forward_of(own, config), "backward": lambda: own_step.gradients()[0]}
     results = []
     for direction in DIRECTIONS:
         for cache in config.caches:

@@ -15,9 +15,10 @@ import typer
 from moe_megakernel.backends import BACKENDS, TRANSPORTS
 
 from . import report
-from .driver import ROUTINGS, benchmark_shapes, split
 from .group import require_gpu, run_ranks, sharing
+from .options import ROUTINGS, split
 from .rank_steps import CACHES, Config, Found, measure
+from .report import benchmark_shapes
 
 #: What all ranks may take of one rank's time.
 TARGET = 1.10

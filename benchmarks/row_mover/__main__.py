@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from .. import report
-from ..driver import split
 from ..group import require_gpu, run_ranks, sharing
+from ..options import split
 from .library import DEFAULT, MAX_RANKS, MAX_WARPS, Library
 from .moves import DIRECTIONS, ROUTINGS
 from .worker import Config, Found, measure

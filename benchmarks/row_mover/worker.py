@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from moe_megakernel.bench.timing import SLEEP_CYCLES, Flush, Times, median
+
 from .. import report
 from ..group import Rank
-from ..timing import SLEEP_CYCLES, Flush, Times, median
 from .library import Library
 from .mover import Mover
 from .moves import DIRECTIONS, Traffic, make_routes, make_traffic

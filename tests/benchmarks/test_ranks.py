@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gradients, group, layers, mps, rank_steps, ranks, timing
+from benchmarks import group, host_time, mps, options, rank_steps, ranks, report
+from moe_megakernel.bench import timing
+from moe_megakernel.bench.problem import LEAVES, Problem, make_problem
+from moe_megakernel.bench.routings import Routing
 from moe_megakernel.shapes import Shape
 
 SMALL = Shape("small", "small", num_experts=5, hidden=64, width=32, top_k=2, tokens=61)
@@ -18,6 +21,10 @@ CONFIG = rank_steps.Config(
 MACHINE = {"gpu": "h200", "driver": "580", "torch": "2.11", "date": "2026-12-02", "commit": "abc"}
 
 
+def small() -> Problem:
+    return make_problem(SMALL, Routing("zipf"), device="cpu")
+
+
 def test_sms() -> None:
     assert [rank_steps.sms_of_rank(132, n) for n in (2, 4, 8, 66)] == [66, 32, 16, 2]
     with pytest.raises(ValueError, match="ranks: expected at most 66 on 132 SMs, got 67"):
@@ -25,18 +32,17 @@ def test_sms() -> None:
 
 
 def test_shares_join_to_the_whole() -> None:
-    layer = layers.make_layer(SMALL, "zipf", "cpu")
-    parts = [rank_steps.share_of(layer, rank, 3) for rank in range(3)]
-    assert [len(part.x) for part in parts] == [21, 20, 20]
-    for name in ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down"):
+    whole = small()
+    parts = [rank_steps.share_of(whole, rank, 3) for rank in range(3)]
+    assert [part.tokens for part in parts] == [21, 20, 20]
+    for name in ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down", "dy"):
         joined = torch.cat([getattr(part, name) for part in parts])
-        assert torch.equal(joined, getattr(layer, name)), name
-    assert parts[0].w_down.requires_grad
-    dy = gradients.make_dy(layer)
-    results = rank_steps.results_of(gradients.make_step(layer, "reference", "", dy))
+        assert torch.equal(joined, getattr(whole, name)), name
+    assert all(leaf.requires_grad and leaf.is_leaf for leaf in parts[0].leaves)
+    results = rank_steps.results_of(rank_steps.make_step(whole, CONFIG))
     shares = [rank_steps.share_of_results(results, 5, rank, 3) for rank in range(3)]
-    for i, whole in enumerate(results):
-        assert torch.equal(torch.cat([share[i] for share in shares]), whole)
+    for i, result in enumerate(results):
+        assert torch.equal(torch.cat([share[i] for share in shares]), result)
 
 
 def test_busiest_rank() -> None:
@@ -81,6 +87,28 @@ def test_totals() -> None:
     ]
 
 
+def test_own_layer_keeps_its_routes() -> None:
+    own = rank_steps.own_layer(rank_steps.share_of(small(), 2, 3))
+    assert (own.shape.num_experts, own.tokens, own.ranks) == (1, 20, 1)
+    assert set(own.topk_idx.flatten().tolist()) == {0}
+    assert rank_steps.forward_of(own, CONFIG)().shape == (20, 64)
+
+
+def test_named_shapes_and_options() -> None:
+    assert list(report.benchmark_shapes()) == list("ABCDEF")
+    assert options.split("A, C", ("A", "B", "C"), "--shapes") == ["A", "C"]
+    with pytest.raises(Exception, match=r"expected some of A, B, got 'Z'"):
+        options.split("Z", ("A", "B"), "--shapes")
+
+
+def test_the_twin_stands_in_for_the_layer() -> None:
+    real = torch.ops.moe.layer_forward
+    spent = host_time.measure(small(), "reference", calls=21)
+    assert torch.ops.moe.layer_forward is real
+    assert min(spent) > 0
+    assert "the library adds" in host_time.text(spent)
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(RuntimeError, match="ranks: device: expected a CUDA device, got none"):
@@ -91,10 +119,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_bit_is_an_error() -> None:
-    layer = layers.make_layer(SMALL, "zipf", "cpu")
-    step = gradients.make_step(layer, "reference", "", gradients.make_dy(layer))
-    rank = group.Rank(0, 1, layer.x.device, shares_gpu=False)
-    for i, name in enumerate(("y", *(f"gradient of {name}" for name in gradients.NAMES))):
+    step = rank_steps.make_step(small(), CONFIG)
+    rank = group.Rank(0, 1, torch.device("cpu"), shares_gpu=False)
+    for i, name in enumerate(("y", *(f"gradient of {name}" for name in LEAVES))):
         expected = [t.clone() for t in rank_steps.results_of(step)]
         rank_steps.check_bits(rank, step, expected)
         expected[i].view(torch.uint8).flatten()[-1] ^= 1
@@ -103,11 +130,9 @@ def test_a_wrong_bit_is_an_error() -> None:
 
 
 def _compare(rank: group.Rank) -> list[int]:
-    layer = layers.make_layer(SMALL, "zipf", "cpu")
-    dy = gradients.make_dy(layer)
-    expected = rank_steps.expected_share(rank, layer, dy, "reference")
-    part = rank_steps.share_of(layer, rank.rank, rank.ranks)
-    step = rank_steps.group_step(rank, part, dy.tensor_split(rank.ranks)[rank.rank], CONFIG)
+    whole = small()
+    expected = rank_steps.expected_share(rank, whole, CONFIG)
+    step = rank_steps.make_step(rank_steps.share_of(whole, rank.rank, rank.ranks, rank.group), CONFIG)
     for _ in range(2):  # the graph is kept
         rank_steps.check_bits(rank, step, expected)
     return rank.gather(rank.rank)

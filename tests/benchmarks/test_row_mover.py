@@ -12,7 +12,8 @@ from benchmarks.row_mover import __main__ as command
 from benchmarks.row_mover import library, mover, moves, worker
 from torch import Tensor
 
-from benchmarks import report, timing
+from benchmarks import report
+from moe_megakernel.bench import timing
 from moe_megakernel.distributed.partition import expert_range
 
 CONFIG = worker.Config(
@@ -112,8 +113,7 @@ def test_rows() -> None:
     assert "pull/push 1.50" in command.text(push)
 
 
-def test_rows_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "gpu_name", lambda: "h200")
+def test_rows_append(tmp_path: Path) -> None:
     times = {name: timing.Times(1.0, 1.0, 1.0) for name in moves.DIRECTIONS}
     found = worker.Found("uniform", 1, 33, 480, 120, 0.75, times)
     path = tmp_path / "row_mover.csv"

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .faults import one_line
 from .problem import Problem
 
 Call = Callable[[], Any]
@@ -67,7 +68,7 @@ class Implementation(ABC):
             try:
                 importlib.import_module(module)
             except Exception as error:
-                return f"needs the package {distribution}: {type(error).__name__}: {_first_line(error)}"
+                return f"needs the package {distribution}: {one_line(error)}"
         return self.unfit(problem)
 
     def unfit(self, problem: Problem) -> str:
@@ -101,8 +102,3 @@ def one_rank(problem: Problem) -> str:
 def whole_routes(problem: Problem) -> str:
     """Why one that needs K experts for every token does not fit, or an empty string."""
     return "" if problem.routes == problem.topk_idx.numel() else "needs routes without -1"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else "no message"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
 
 from .implementation import Bound, Call, Implementation, Yardstick
@@ -57,9 +56,7 @@ def _call(bound: Bound, dy: Tensor, direction: str, mode: str) -> Call:
         return lambda: function(*leaves)
     if direction == "both":
         return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
-    with _kept_buffers():
-        y = function(*leaves)
-        torch.autograd.grad(y, leaves, dy, retain_graph=True)  # compiles it
+    y = function(*leaves)
     return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
 
@@ -74,16 +71,10 @@ def _both(yardstick: Yardstick) -> Call:
 def _function(bound: Bound, mode: str) -> Any:
     if mode != "compiled":
         return bound.function
+    # For the rest of the process: a compiled backward must not reuse what its forward saved, since it runs more than
+    # once, and asks for this when it runs.
+    functorch.donated_buffer = False
     return torch.compile(bound.function, fullgraph=True, dynamic=False)
-
-
-@contextlib.contextmanager
-def _kept_buffers() -> Iterator[None]:
-    """A compiled backward must not reuse what its forward saved, since it runs more than once."""
-    from torch._functorch import config
-
-    with config.patch(donated_buffer=False):
-        yield
 
 
 def _captured(bound: Bound | Yardstick, problem: Problem, direction: str) -> Call:

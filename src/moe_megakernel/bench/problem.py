@@ -20,8 +20,8 @@ LEAVES = ("x", "topk_weights", "w_gate_up", "w_down")
 class Problem:
     """x [T, H], topk_idx int32 [T, K], topk_weights fp32 [T, K], w_gate_up [E, 2I, H], w_down [E, H, I], dy [T, H].
 
-    T tokens of this rank, and of weights those of its experts. Values are of order 1. Floating-point tensors but the routing weights are bfloat16; those of `LEAVES` ask for
-    gradients.
+    T tokens of this rank, and of weights those of its experts. Values are of order 1. Floating-point tensors but the
+    routing weights are bfloat16; those of `LEAVES` ask for gradients.
     """
 
     shape: Shape  # with its number of tokens
@@ -34,6 +34,7 @@ class Problem:
     dy: Tensor
     group: dist.ProcessGroup | None = None  # of the ranks that the batch and the experts are split over
     most_tokens: int = 0  # of any rank
+    most_rows: int = 0  # that any rank receives
 
     @property
     def ranks(self) -> int:
@@ -97,9 +98,18 @@ def make_problem(
     )
 
 
-def share_of(problem: Problem, group: dist.ProcessGroup) -> Problem:
-    """The tokens and experts of this process's rank, of a problem that is whole on every rank."""
-    rank, ranks = group.rank(), group.size()
+def _most_rows(whole: Problem, ranks: int) -> int:
+    counts = whole.topk_idx[whole.topk_idx >= 0].long().bincount(minlength=whole.shape.num_experts).tolist()
+    owned = (expert_range(whole.shape.num_experts, rank, ranks) for rank in range(ranks))
+    return max(sum(counts[experts.start : experts.stop]) for experts in owned)
+
+
+def share_of(problem: Problem, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> Problem:
+    """Copies of the tokens and experts of one rank, of a problem that is whole. `shape` stays that of the whole.
+
+    Args:
+        group: of all ranks, for implementations that talk.
+    """
     experts = expert_range(problem.shape.num_experts, rank, ranks)
 
     def tokens(tensor: Tensor) -> Tensor:
@@ -119,4 +129,5 @@ def share_of(problem: Problem, group: dist.ProcessGroup) -> Problem:
         dy=tokens(problem.dy),
         group=group,
         most_tokens=-(-problem.tokens // ranks),
+        most_rows=_most_rows(problem, ranks),
     )

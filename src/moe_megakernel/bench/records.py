@@ -1,4 +1,4 @@
-"""Rows of the benchmark's CSV files: what was measured, of what, where, when, from which commit and by which command."""
+"""Rows of the benchmark's CSV files: what was measured, where, when, from which commit and by which command."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch
 class Row:
     """One implementation, direction and mode of one problem.
 
-    gpu: a word, for instance h200; shape: slug; T: tokens of a rank; routing: see `routings`; impl, variant, version: of
-    the implementation; mode: eager, compiled or graph; cache: cold or hot; ms_*: milliseconds over `rounds` calls; tflops:
-    of 6 T K H I operations forward and 12 backward, without those of dropped routes; ratio_dense: over that of dense in
-    the same run, 0 without one; error: relative Frobenius error of the worst result against float32; host_us:
-    microseconds of a call on the host; *_bytes: see `memory.Memory`, -1 where nobody measured.
+    gpu: a word, for instance h200; shape: slug; T: tokens of a rank; routing: see `routings`; impl, variant, version:
+    of the implementation; mode: eager, compiled or graph; cache: cold or hot; ms_*: milliseconds over `rounds` calls;
+    tflops: of 6 T K H I operations forward and 12 backward, without those of dropped routes; ratio_dense: over that of
+    dense in the same run, 0 without one; error: relative Frobenius error of the worst result against float32; host_us:
+    microseconds of a call on the host; *_bytes: see `memory.Memory`; -1 where nobody measured.
     """
 
     gpu: str

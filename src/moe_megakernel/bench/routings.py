@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import Shape
+from .faults import one_line
 
 WORDS = "uniform, zipf, zipf:S, one-hot or file:PATH"
 SUFFIXES = (".safetensors", ".pt")
@@ -113,7 +114,7 @@ def read_routes(path: Path, shape: Shape, tokens: int) -> tuple[Tensor, Tensor]:
 
             found = load_file(path)
     except Exception as error:
-        raise fault("a dictionary of tensors", f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
+        raise fault("a dictionary of tensors", one_line(error)) from None
     idx = found.get("topk_idx") if isinstance(found, dict) else None
     if not isinstance(idx, Tensor) or idx.dtype.is_floating_point or idx.dim() != 2:
         raise fault("topk_idx, integers [T, K]", sorted(found) if isinstance(found, dict) else type(found).__name__)

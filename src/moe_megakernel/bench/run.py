@@ -8,14 +8,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..shapes import find_shape
+from ..shapes import Shape, find_shape
 from . import modes, records
 from .expected import Expected, check_numbers, make_expected
+from .faults import one_line
 from .implementation import Bound, Call, Implementation, Yardstick
 from .memory import Memory, measure_memory
 from .peers import IMPLEMENTATIONS
@@ -93,14 +95,17 @@ def run(options: Options, group: dist.ProcessGroup | None = None) -> Iterator[Me
                     torch.cuda.empty_cache()
 
 
-def _measure(shape: Any, routing: Routing, tokens: int | None, options: Options, group: dist.ProcessGroup | None) -> Measured:
+def _measure(
+    shape: Shape, routing: Routing, tokens: int | None, options: Options, group: dist.ProcessGroup | None
+) -> Measured:
     ranks = 1 if group is None else group.size()
     count = None if tokens is None else tokens * ranks
     whole = make_problem(shape, routing, count, options.device, options.seed)
     if group is None:
         problem, expected = whole, make_expected(whole)
     else:
-        problem, expected = share_of(whole, group), make_expected(whole, group.rank(), ranks)
+        rank = group.rank()
+        problem, expected = share_of(whole, rank, ranks, group), make_expected(whole, rank, ranks)
     del whole
     measured = Measured(problem)
     for mode in options.modes:
@@ -123,7 +128,7 @@ def _candidates(measured: Measured, expected: Expected, mode: str, options: Opti
         if reason:
             measured.absent.append(Absent(name, mode, reason, False))
             continue
-        found, fault = _everywhere(problem, lambda: _checked(implementation, problem, expected, mode, options))
+        found, fault = _everywhere(problem, partial(_checked, implementation, problem, expected, mode, options))
         if fault:
             measured.absent.append(Absent(name, mode, fault, True))
         else:
@@ -136,7 +141,7 @@ def _everywhere(problem: Problem, measure: Callable[[], Any]) -> tuple[Any, str]
     try:
         found = measure()
     except Exception as error:  # of any peer, on any problem: it is left out, and named
-        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        fault = one_line(error)
         if isinstance(error, torch.OutOfMemoryError):
             gc.collect()
             torch.cuda.empty_cache()
@@ -179,13 +184,14 @@ def _rows(
     calls: dict[str, tuple[_Candidate, Call]] = {}
     for candidate in candidates:
         name = candidate.implementation.name
-        made, fault = _everywhere(problem, lambda: _called(candidate, problem, direction, mode))
+        made, fault = _everywhere(problem, partial(_called, candidate, problem, direction, mode))
         if fault:
             measured.absent.append(Absent(name, mode, f"{direction}: {fault}", True))
             continue
         calls[f"{name} {candidate.variant}"] = (candidate, made)
     chosen = _fastest(calls, problem, options)
-    times = _slowest(problem, time_rounds({n: call for n, (_, call) in chosen.items()}, options.rounds, problem.device, options.cold))
+    timed = {name: call for name, (_, call) in chosen.items()}
+    times = _slowest(problem, time_rounds(timed, options.rounds, problem.device, options.cold))
     host = {name: host_time(call, problem.device) if options.host else -1.0 for name, (_, call) in chosen.items()}
     for candidate, _ in chosen.values():
         candidate.implementation.check()

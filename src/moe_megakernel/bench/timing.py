@@ -1,4 +1,4 @@
-"""Times of calls that are compared with each other: interleaved in rounds, caches cold or hot, device and host apart."""
+"""Times of calls that are compared: interleaved in rounds, with cold or hot caches, device and host apart."""
 
 from __future__ import annotations
 

@@ -27,10 +27,13 @@ def bench(
     direction: Annotated[str, Option(help="Some of forward, backward, both.")] = "forward,backward",
     mode: Annotated[str, Option(help="Some of eager, compiled, graph (CUDA graph).")] = "eager",
     impls: Annotated[
-        str, Option(help="Some of mega, staged, reference, dense, torch_staged, sonic, liger, scattermoe, nccl, deepep.")
+        str,
+        Option(help="Some of mega, staged, reference, dense, torch_staged, sonic, liger, scattermoe, nccl, deepep."),
     ] = IMPLS,
     rounds: Annotated[int, Option(help="Timed calls of each.", min=1)] = 20,
-    cache: Annotated[str, Option(help="cold: caches replaced before each call; hot: as the call before left them.")] = "cold",
+    cache: Annotated[
+        str, Option(help="cold: caches replaced before each call; hot: as the call before left them.")
+    ] = "cold",
     memory: Annotated[bool, Option("--memory/--no-memory", help="Also measure saved and peak memory.")] = True,
     host: Annotated[bool, Option("--host/--no-host", help="Also measure the host time of a call.")] = True,
     device: Annotated[str, Option(help="cuda or cpu.")] = "cuda",
@@ -52,7 +55,7 @@ def bench(
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"expected cuda or cpu, got {device!r}", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("expected a CUDA device, got none; --device cpu runs on the CPU", param_hint="--device")
+        raise typer.BadParameter("expected a CUDA device, got none; there is --device cpu", param_hint="--device")
     if cache not in ("cold", "hot"):
         raise typer.BadParameter(f"expected cold or hot, got {cache!r}", param_hint="--cache")
     slugs = [f"bench-{name}" if len(name) == 1 else name for name in _words(shapes.lower(), "--shapes")]

@@ -14,7 +14,7 @@ from .train import train
 
 app = typer.Typer(
     name="moe-megakernel",
-    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, simulate GPUs, compare.",
+    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, simulate, measure.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,8 +1,8 @@
 """The usual expert parallelism: rows travel by a library, then grouped_mm works on what has arrived, then rows go home.
 
-Two libraries: NCCL's all-to-all through torch.distributed (gloo on CPUs), which sends every route's row and asks the host
-for the sizes, as torchtitan and Megatron do; and DeepEP, which sends a token once to a rank and adds up there what it
-sends back.
+Two libraries: NCCL's all-to-all through torch.distributed (gloo on CPUs), which sends every route's row and asks the
+host for the sizes, as torchtitan and Megatron do; and DeepEP, which sends a token once to a rank and adds up there what
+it sends back.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def exchange_counts(ends: Tensor, problem: Problem, group: dist.ProcessGroup) ->
     ranks = group.size()
     counts = ends.diff(prepend=ends.new_zeros(1))
     all_counts = counts.new_empty(ranks, len(counts))
-    dist.all_gather_into_tensor(all_counts.view(-1), counts, group=group)
+    dist.all_gather(list(all_counts), counts, group=group)
     owned = problem.experts_of(group.rank())
     arriving = all_counts[:, owned.start : owned.stop]  # [W, L]: rows from each rank for each expert
     on_host = all_counts.tolist()
@@ -172,9 +172,7 @@ class _Combine(torch.autograd.Function):
         return rows, None, None, None
 
 
-def local_experts(
-    rows: Tensor, weights: Tensor, idx: Tensor, w_gate_up: Tensor, w_down: Tensor
-) -> Tensor:
+def local_experts(rows: Tensor, weights: Tensor, idx: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """The rank's own part of tokens [N, H] that have arrived once each: their rows of its experts, weighted and added.
 
     Args:

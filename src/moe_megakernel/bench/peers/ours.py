@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,16 @@ class Ours(Implementation):
         return f"moe-megakernel {__version__}"
 
     def bind(self, problem: Problem, variant: str = "") -> Bound:
-        options = {} if problem.group is None else {"group_name": problem.group.group_name}
+        options: dict[str, Any] = {}
+        if problem.group is not None:
+            options = {"group_name": problem.group.group_name, "row_capacity": problem.most_rows}
         return Bound(layer_of(problem.topk_idx, problem.shape.num_experts, self.name, **options), problem.leaves)
 
     def check(self) -> None:
         check_errors()
 
 
-def layer_of(topk_idx: Tensor, num_experts: int, backend: str, **options: str) -> Callable[..., Tensor]:
+def layer_of(topk_idx: Tensor, num_experts: int, backend: str, **options: Any) -> Callable[..., Tensor]:
     """The layer as a function of the leaves."""
 
     def function(x: Tensor, topk_weights: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Sorted(NamedTuple):
 
 @torch.no_grad()
 def sort_routes(topk_idx: Tensor, num_experts: int) -> Sorted:
-    """Sorts by expert; without a host sync. Routes of -1 come first and belong to no group, so they are not for this."""
+    """Sorts by expert, without a host sync. Not for routes of -1, which would come first and belong to no group."""
     ids, order = topk_idx.flatten().sort(stable=True)
     experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(ids, experts, right=True, out_int32=True)

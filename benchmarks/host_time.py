@@ -1,5 +1,7 @@
 """What an eager call costs the host: the layer's call, and the same call of a twin op that does nothing.
 
+Run it by `python -m benchmarks.host_time`.
+
 The twin has the schema, the autograd registration and the outer op (`dispatch_gemm_combine`) of the layer; only its
 implementation is another one, which returns empty tensors. So the difference is what the library does between its op
 and the return of the launch; what the twin costs is PyTorch's dispatch and autograd, and the outer op's checks.
@@ -17,9 +19,12 @@ import torch
 from torch import Tensor
 
 from moe_megakernel import autograd, fake, schemas
-
-from .layers import Call, Layer
-from .timing import median
+from moe_megakernel.bench.implementation import Call
+from moe_megakernel.bench.peers.ours import layer_of
+from moe_megakernel.bench.problem import Problem, make_problem
+from moe_megakernel.bench.routings import Routing
+from moe_megakernel.bench.timing import median
+from moe_megakernel.shapes import find_shape
 
 #: Calls between two waits for the device, so that the queue of launches never fills up.
 CALLS_PER_WAIT = 20
@@ -81,15 +86,18 @@ def _microseconds(call: Call, calls: int) -> float:
     return median(spent)
 
 
-def measure(layer: Layer, backend: str = "mega", calls: int = 1000) -> HostTime:
+def measure(problem: Problem, backend: str = "mega", calls: int = 1000) -> HostTime:
     """Times `calls` calls of each.
 
     Raises:
         RuntimeError: the outer op does not look the layer's op up when it is called, so that no twin can stand in.
     """
 
+    function = layer_of(problem.topk_idx, problem.shape.num_experts, backend)
+    x, topk_weights, w_gate_up, w_down = problem.x.detach(), problem.topk_weights.detach(), *problem.leaves[2:]
+
     def call() -> Tensor:
-        return layer.forward(backend)
+        return function(x, topk_weights, w_gate_up, w_down)
 
     def run(function: Call) -> float:
         _microseconds(function, CALLS_PER_WAIT)
@@ -104,7 +112,7 @@ def measure(layer: Layer, backend: str = "mega", calls: int = 1000) -> HostTime:
         if not _seen:
             raise RuntimeError("host_time: expected dispatch_gemm_combine to call torch.ops.moe.layer_forward by name")
         args = _seen[0]
-        tensors = iter((layer.x, layer.topk_idx, layer.topk_weights, layer.w_gate_up, layer.w_down))
+        tensors = iter((x, problem.topk_idx, topk_weights, w_gate_up, w_down))
         # What an implementation sees has lost its graph; the op alone is called with the parameters themselves.
         given = [next(tensors) if isinstance(arg, Tensor) else arg for arg in args]
         op = run(lambda: torch.ops.moe_twin.layer_forward(*given)[0])
@@ -119,3 +127,7 @@ def text(time: HostTime) -> str:
         f"host time of an eager training forward: {time.call:.1f} us; of the twin through the same outer op "
         f"{time.twin:.1f} us, of the twin op alone {time.op:.1f} us; the library adds {time.call - time.twin:.1f} us"
     )
+
+
+if __name__ == "__main__":
+    print(text(measure(make_problem(find_shape("bench-a"), Routing("uniform")))))
