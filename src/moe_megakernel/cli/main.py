@@ -8,16 +8,19 @@ from __future__ import annotations
 import typer
 
 from .doctor import doctor
+from .profile import profile
 from .simulate import simulate
 from .train import train
 
 app = typer.Typer(
     name="moe-megakernel",
-    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, simulate GPUs.",
+    help="A mixture-of-experts layer behind one torch operator: train a demo, inspect this machine, analyse profiles, "
+    "simulate GPUs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(train)
 app.command()(doctor)
+app.command()(profile)
 app.command()(simulate)
