@@ -121,9 +121,10 @@ def value(text: Text) -> Any:
                 raise Truncated from None
             continue
         # Only a closing bracket or quote says that a value has ended; a number might go on in the next chunk.
-        if text.buffer[end - 1] in '}]"' or len(text.buffer) - end >= _MARGIN or not text.more():
+        if text.ended or text.buffer[end - 1] in '}]"' or len(text.buffer) - end >= _MARGIN:
             text.at = end
             return found
+        text.more()
 
 
 def _is_cut(buffer: str, error: json.JSONDecodeError) -> bool:

@@ -12,6 +12,7 @@ from .report import Report, Row
 from .rules import PARTS
 
 _PART_NAMES = {"expert_gemm": "experts"}
+_NAME_WIDTH = 44
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -108,12 +109,18 @@ def _overlap(report: Report) -> Table:
 
 def _communication(row: Row, label: str) -> Table:
     table = Table(title=f"Communication of rank {label}, longest exposed first")
-    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    table.add_column("name", no_wrap=True)
     for heading in ("count", "sum, ms", "exposed, ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in row.communication:
-        table.add_row(one.name, str(one.count), _ms(one.sum_ms), _ms(one.exposed_ms))
+        table.add_row(_short(one.name), str(one.count), _ms(one.sum_ms), _ms(one.exposed_ms))
     return table
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its arguments; the whole one is in the JSON."""
+    name = name.removeprefix("void ").split("(")[0] or name
+    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 3] + "..."
 
 
 def _findings(report: Report, worst: Row) -> list[str]:
