@@ -81,9 +81,9 @@ class Trace:
 def training_step(rank: int = 0, dispatch: float = 150.0) -> Trace:
     """Two steps of a transformer block with an MoE layer whose all-to-alls are mostly exposed, and a warm-up before.
 
-        compute    |flash 100|gemm 100|gate 20|permute 30|shared 50|        |experts 200   |        |unpermute 40|copy 20|
-        comm.                                            |dispatch 150      | all-reduce 60|comb 100|
-        then       40 idle, the host was late | adam 50 | 10 idle, a wait | gemm 90 | 50 idle, the host again
+        compute |flash 100|gemm 100|gate 20|permute 30|shared 50|        |experts 200   |        |unpermute 40|copy 20|
+        comm.                                         |dispatch 150      | all-reduce 60|comb 100|
+        then    40 idle, the host was late | adam 50 | 10 idle, a wait | gemm 90 | 50 idle, the host again
 
     Args:
         rank: of the trace.

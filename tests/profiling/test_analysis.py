@@ -34,7 +34,10 @@ def test_training_step(analyse):
         "moe_exposed_communication": 200,
     }
     assert (row.rank, row.world_size, row.device, row.steps) == (0, 2, "gpu 0", 2)
-    parts = {name: (pytest.approx(p.time_ms * 1000), pytest.approx(p.exposed_ms * 1000), p.count) for name, p in row.moe.items()}
+    parts = {
+        name: (pytest.approx(p.time_ms * 1000), pytest.approx(p.exposed_ms * 1000), p.count)
+        for name, p in row.moe.items()
+    }
     assert parts == {
         "route": (20, 0, 2),
         "dispatch": (180, 100, 4),
@@ -44,7 +47,10 @@ def test_training_step(analyse):
         "fused": (0, 0, 0),
         "rest": (50, 0, 2),
     }
-    classes = {name: (pytest.approx(c.time_ms * 1000), pytest.approx(c.sum_ms * 1000), c.count) for name, c in row.classes.items()}
+    classes = {
+        name: (pytest.approx(c.time_ms * 1000), pytest.approx(c.sum_ms * 1000), c.count)
+        for name, c in row.classes.items()
+    }
     assert classes == {
         "gemm": (440, 440, 8),
         "attention": (100, 100, 2),
@@ -160,7 +166,10 @@ def test_several_devices_are_several_rows(tmp_path):
     trace.kernel(GEMM, 0, 100, device=1)
     trace.kernel(SEND, 0, 50, device=0)
     rows = analyse_files([trace.write(tmp_path / "t.json")]).rows
-    assert [(row.rank, row.device, row.exposed_communication_ms) for row in rows] == [(3, "gpu 0", 0.05), (3, "gpu 1", 0)]
+    assert [(row.rank, row.device, row.exposed_communication_ms) for row in rows] == [
+        (3, "gpu 0", 0.05),
+        (3, "gpu 1", 0),
+    ]
 
 
 def test_steps_on_a_device_that_runs_behind(analyse):
@@ -174,6 +183,20 @@ def test_steps_on_a_device_that_runs_behind(analyse):
     assert (row.steps, row.span_ms, row.communication_ms) == (3, 0.1, 0)
 
 
+def test_what_runs_between_steps_is_left_out(analyse):
+    """An evaluation between two steps, and idle time between the next two, which counts."""
+    trace = Trace()
+    for step, start in enumerate((0, 300, 450)):
+        trace.range(f"ProfilerStep#{step}", start, start + 20)
+        trace.kernel(GEMM, start + 10, start + 110, launch=(start + 1, start + 2))
+    trace.kernel(SEND, 120, 300, launch=(105, 106))
+    row = analyse(trace)
+    assert row.steps == 3
+    assert row.span_ms == pytest.approx((100 + 150 + 100) / 3 / 1000)
+    assert row.communication_ms == 0
+    assert row.idle_ms == row.idle_host_ms == pytest.approx(50 / 3 / 1000)
+
+
 def test_steps_without_work_on_the_device_are_ignored(analyse):
     trace = Trace()
     trace.range("ProfilerStep#1", 0, 10)
@@ -185,10 +208,11 @@ def test_steps_without_work_on_the_device_are_ignored(analyse):
 def test_own_time_of_cpu_ops(analyse):
     """Nested ops on two threads: time belongs to the innermost one of its thread."""
     trace = Trace()
-    trace.op("moe::layer_forward", 0, 100)
+    trace.op("aten::layer", 0, 100)
     trace.op("aten::linear", 10, 60)
     trace.op("aten::mm", 20, 50)
     trace.op("aten::view", 25, 30)
+    trace.range("moe", 0, 100)
     trace.range("user's mark", 70, 80)
     trace.range("gloo:all_to_all", 40, 120, thread=2)
     trace.op("aten::mul", 150, 160)
@@ -205,6 +229,22 @@ def test_own_time_of_cpu_ops(analyse):
     assert row.moe["rest"].time_ms == pytest.approx(0.055)
     assert row.moe["exchange"].exposed_ms == 0.02
     assert row.moe_ms == pytest.approx(0.12)
+
+
+def test_a_wait_inside_an_op_hides_no_communication(analyse):
+    """The own time of an op that holds others may be a wait; that of ATen's ops is not, nor that of one without ops."""
+    trace = Trace()
+    trace.op("moe::group_forward", 0, 100)
+    trace.op("aten::index_select", 0, 10)
+    trace.op("aten::empty", 2, 3)
+    trace.op("moe::merge_rows", 60, 70)
+    trace.range("gloo:all_to_all", 5, 80, thread=2)
+    row = analyse(trace)
+    assert row.communication_ms == 0.075
+    assert row.exposed_communication_ms == 0.06  # all but 5-10 and 60-70
+    assert row.compute_ms == pytest.approx(0.01 + 0.01 + 0.02)
+    assert row.compute_ms + row.exposed_communication_ms == row.span_ms
+    assert row.moe["rest"].time_ms == pytest.approx(row.compute_ms)
 
 
 def test_steps_of_a_cpu_run(analyse):
@@ -232,7 +272,9 @@ def test_traces_of_a_folder(tmp_path):
     (tmp_path / "rank9.pt.trace.json.gz").unlink()
     assert [path.name for path in find_traces([tmp_path, tmp_path / "x"])] == ["summary.json", "x"]
     (tmp_path / "summary.json").unlink()
-    with pytest.raises(ProfileError, match=r"expected a folder with \*\.json or \*\.json\.gz, got none in it") as caught:
+    with pytest.raises(
+        ProfileError, match=r"expected a folder with \*\.json or \*\.json\.gz, got none in it"
+    ) as caught:
         find_traces([tmp_path])
     assert caught.value.exit_code == 2
 

@@ -18,7 +18,9 @@ from moe_megakernel.profiling.reader import read_trace
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab\"\\{}[]\u00e9\n,:", max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text('ab"\\{}[]\u00e9\n,:', max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 TEXTS = st.sampled_from([{}, {"indent": 1}, {"ensure_ascii": False}, {"separators": (",", ":")}])
@@ -60,7 +62,9 @@ def test_trace_is_the_same_in_any_chunks(tmp_path, chunk):
     one, other = read_trace(path), read_trace(path, chunk=chunk)
     assert one.names == other.names
     assert (one.rank, one.world_size) == (other.rank, other.world_size) == (0, 2)
-    for columns, others in zip((one.device, one.calls, one.ranges), (other.device, other.calls, other.ranges), strict=True):
+    for columns, others in zip(
+        (one.device, one.calls, one.ranges), (other.device, other.calls, other.ranges), strict=True
+    ):
         assert len(columns) == len(others) > 0
         assert (columns["start"] == others["start"]).all()
         assert (columns["name"] == others["name"]).all()
@@ -124,11 +128,17 @@ def test_progress_counts_bytes_of_the_file(tmp_path):
 
 GOOD = json.dumps(training_step().document())
 FOREIGN = {
-    "empty": ("", "expected a trace of torch.profiler (an object with traceEvents, or a list of events), got an empty file"),
+    "empty": (
+        "",
+        "expected a trace of torch.profiler (an object with traceEvents, or a list of events), got an empty file",
+    ),
     "spaces": (" \n ", "got an empty file"),
     "cut": (GOOD[:3000], "expected a whole trace, got one that is cut off after 19 events"),
     "cut-in-name": (GOOD[: GOOD.index("flash_fwd") + 4], "expected a whole trace, got one that is cut off after "),
-    "cut-behind-event": (GOOD[: GOOD.index("}}, {") + 2], "expected a whole trace, got one that is cut off after 1 events"),
+    "cut-behind-event": (
+        GOOD[: GOOD.index("}}, {") + 2],
+        "expected a whole trace, got one that is cut off after 1 events",
+    ),
     "cut-number": ('[{"ph": "X", "ts": -', "expected a whole trace, got one that is cut off after 0 events"),
     "cut-word": ('{"a": tr', "expected a whole trace, got one that is cut off after 0 events"),
     "package": ('{"name": "x", "version": "1", "a": 1, "b": 2, "c": 3}', "got an object with name, version, a, b, ..."),
@@ -141,7 +151,7 @@ FOREIGN = {
     "no-list": ('{"traceEvents": {"a": 1}}', "expected a list in traceEvents, got a object"),
     "no-json": ("hello world, this is no trace at all but a text of some length", "expected JSON, got 'hello world"),
     "no-comma": ('[{"ph": "M"} {"ph": "M"}]', "expected JSON, got "),
-    "no-key": ('{traceEvents: []}', "expected JSON, got "),
+    "no-key": ("{traceEvents: []}", "expected JSON, got "),
     "behind": (GOOD + "{}", "expected one JSON document, got '{}' behind it"),
     "no-events": ('{"traceEvents": []}', "expected kernels or CPU ops, got 0 events of other kinds"),
     "stacks": ('[{"ph": "X", "cat": "python_function", "ts": 1, "dur": 1}]', "got 1 events of other kinds"),

@@ -24,7 +24,10 @@ NAMES = {
     "void deep_ep::intranode::cached_notify_combine<8>(void**, int*)": ("communication", "combine"),
     "void deep_ep::internode_ll::dispatch<true, false, 7168>(void*)": ("communication", "dispatch"),
     "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*)": ("other", "route"),
-    "void c10d::symmetric_memory::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": ("communication", None),
+    "void c10d::symmetric_memory::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": (
+        "communication",
+        None,
+    ),
     "void (anonymous namespace)::two_shot_all_reduce_kernel<c10::BFloat16, 16, 8>(x)": ("communication", None),
     "one_shot_all_reduce_kernel": ("communication", None),
     "void vllm::cross_device_reduce_1stage<nv_bfloat16, 8>(vllm::RankData*)": ("communication", None),
@@ -169,7 +172,10 @@ def test_rules_of_users_come_first(tmp_path):
         ('{"rules": [{"class": "gem"}]}', "rule 0: expected class out of gemm, attention, other, "),
         ('{"rules": [{"moe": "up"}]}', "rule 0: expected moe out of route, dispatch, "),
         ('{"rules": [{"class": "gemm", "if_class": "gemm"}]}', "rule 0: expected class or if_class, got both"),
-        ('{"rules": [{"class": "gemm"}, {"name": "(", "moe": "rest"}]}', "rule 1: expected a regular expression as name"),
+        (
+            '{"rules": [{"class": "gemm"}, {"name": "(", "moe": "rest"}]}',
+            "rule 1: expected a regular expression as name",
+        ),
     ],
 )
 def test_wrong_rules(tmp_path, text, message):

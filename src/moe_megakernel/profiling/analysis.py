@@ -56,8 +56,7 @@ def analyse(trace: Trace, rules: Rules) -> list[Row]:
 
 
 def _row(trace: Trace, work: Work, steps: NDArray[np.int64]) -> Row:
-    (first, last), num_steps = _window(work, steps)
-    window = intervals.union([first], [last])
+    window, num_steps = _window(work, steps)
     times = _times(work, window)
     scale = 1e6 * max(num_steps, 1)  # nanoseconds of the window in a millisecond of a step
 
@@ -66,7 +65,7 @@ def _row(trace: Trace, work: Work, steps: NDArray[np.int64]) -> Row:
 
     busy = intervals.join(*times.classes.values())
     idle = intervals.subtract(window, busy)
-    in_window = (work.start >= first) & (work.start < last)
+    in_window = intervals.contains(window, work.start)
     classes = {
         name: WorkTime(ms(a), _sum(work, in_window & (work.work_class == i)) / scale, _count(work, in_window, i))
         for i, (name, a) in enumerate(times.classes.items())
@@ -96,39 +95,57 @@ def _row(trace: Trace, work: Work, steps: NDArray[np.int64]) -> Row:
         moe=parts,
         estimate=Estimate(ms(window) - ms(times.exposed), hidden, ms(window) - hidden),
         communication=_named(trace, work, times.exposed, in_window, scale),
-        lanes=_lanes(times, first, last),
+        lanes=_lanes(times, int(window[0, 0]), int(window[-1, 1])),
     )
 
 
-def _window(work: Work, steps: NDArray[np.int64]) -> tuple[tuple[int, int], int]:
-    """Start and end of what is looked at, and how many whole steps that is; 0 where no steps are marked.
+def _window(work: Work, steps: NDArray[np.int64]) -> tuple[Intervals, int]:
+    """The time that is looked at, and how many whole steps that is: all there is and 0, where no steps are marked.
 
-    On a device a step is what the host launched in it: its kernels run later than the host's range says. So the window
-    goes from the first kernel of the first step to the last kernel of the last one.
+    For a CPU it is the time in which the host was in a step. On a device a step is what the host launched in it, which
+    runs later than the host's range says: from its first kernel to the first one of the next step, or to its own last
+    one if the device did something else in between (an evaluation, say). Of the last step: to its last kernel.
     """
-    whole = int(work.start.min()), int(work.end.max())
+    whole = intervals.union([work.start.min()], [work.end.max()])
+    steps = steps[steps[:, 1] > steps[:, 0]]
     if not len(steps):
         return whole, 0
-    first, last = int(steps[0, 0]), int(steps[-1, 1])
     if work.device is None:
-        return (first, last), len(steps)
-    launched = (work.launch_start >= first) & (work.launch_start < last)
-    if launched.any():
-        return (int(work.start[launched].min()), int(work.end[launched].max())), len(steps)
-    return whole, 0  # steps of which nothing ran here
+        return intervals.union(steps[:, 0], steps[:, 1]), len(steps)
+    step = np.searchsorted(steps[:, 0], work.launch_start, "right") - 1
+    launched_in_one = (step >= 0) & (work.launch_start < steps[step, 1])
+    if not launched_in_one.any():
+        return whole, 0
+    used, group = np.unique(step[launched_in_one], return_inverse=True)
+    begin, end = np.full(len(used), UNKNOWN), np.full(len(used), -UNKNOWN)
+    np.minimum.at(begin, group, work.start[launched_in_one])
+    np.maximum.at(end, group, work.end[launched_in_one])
+    others = work.start[~launched_in_one & (work.launch_start != UNKNOWN)]
+    between = np.searchsorted(others, begin[1:]) > np.searchsorted(others, end[:-1])
+    end[:-1] = np.where(between, end[:-1], np.maximum(end[:-1], begin[1:]))
+    return intervals.union(begin, end), len(used)
 
 
 def _times(work: Work, window: Intervals) -> _Times:
-    def of(chosen: NDArray[np.bool_]) -> Intervals:
-        return intervals.intersect(intervals.union(work.start[chosen], work.end[chosen]), window)
-
-    classes = {name: of(work.work_class == i) for i, name in enumerate(CLASSES)}
+    communication = _when(work, _communicates(work), window)
+    classes = {name: _when(work, work.work_class == i, window, communication) for i, name in enumerate(CLASSES)}
     compute = intervals.join(*(classes[name] for name in COMPUTE))
-    communication = classes["communication"]
     exposed = intervals.subtract(communication, compute)
     exposed_memory = intervals.subtract(classes["memory"], intervals.join(compute, communication))
     host, waits = (intervals.intersect(gaps, window) for gaps in _gaps(work))
     return _Times(classes, compute, communication, exposed, exposed_memory, host, waits)
+
+
+def _when(
+    work: Work, chosen: NDArray[np.bool_], window: Intervals, communication: Intervals | None = None
+) -> Intervals:
+    """When any of the chosen pieces ran in the window; what may wait does not count while communication runs."""
+    found = intervals.union(work.start[chosen], work.end[chosen])
+    if communication is not None and (chosen & work.may_wait).any():
+        firm, loose = chosen & ~work.may_wait, chosen & work.may_wait
+        found = intervals.subtract(intervals.union(work.start[loose], work.end[loose]), communication)
+        found = intervals.join(found, intervals.union(work.start[firm], work.end[firm]))
+    return intervals.intersect(found, window)
 
 
 def _gaps(work: Work) -> tuple[Intervals, Intervals]:
@@ -156,17 +173,15 @@ def _moe(
 ) -> tuple[dict[str, PartTime], Intervals, Intervals, Intervals]:
     """Times of the parts, and the sets: the whole layer, its exposed communication, its expert GEMMs."""
 
-    def of(chosen: NDArray[np.bool_]) -> Intervals:
-        return intervals.intersect(intervals.union(work.start[chosen], work.end[chosen]), window)
-
     parts, sets = {}, {}
     for i, name in enumerate(PARTS):
         chosen = work.part == i
-        sets[name] = of(chosen)
-        exposed = intervals.intersect(of(chosen & _communicates(work)), times.exposed)
+        sets[name] = _when(work, chosen, window, times.communication)
+        exposed = intervals.intersect(_when(work, chosen & _communicates(work), window), times.exposed)
         count = int((chosen & in_window).sum())
         parts[name] = PartTime(measure(sets[name]) / scale, measure(exposed) / scale, count)
-    communication = intervals.intersect(of((work.part >= 0) & _communicates(work)), times.exposed)
+    chosen = (work.part >= 0) & _communicates(work)
+    communication = intervals.intersect(_when(work, chosen, window), times.exposed)
     return parts, intervals.join(*sets.values()), communication, sets["expert_gemm"]
 
 

@@ -56,6 +56,12 @@ def measure(a: Intervals) -> int:
     return int((a[:, 1] - a[:, 0]).sum())
 
 
+def contains(a: Intervals, times: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each time is in the set."""
+    # Sorted borders alternate start, end: an odd number of them at or before a time means inside.
+    return np.searchsorted(a.reshape(-1), times, side="right") % 2 == 1
+
+
 def coverage(a: Intervals, edges: NDArray[np.int64]) -> NDArray[np.float64]:
     """The share, 0 to 1, of each bin [edges[i], edges[i + 1]) that the set covers. `edges` increase strictly."""
     if not len(a):
@@ -75,10 +81,5 @@ def _select(a: Intervals, b: Intervals, both: bool) -> Intervals:
         return empty()
     cuts = np.unique(np.concatenate((a.reshape(-1), b.reshape(-1))))
     starts, ends = cuts[:-1], cuts[1:]
-    kept = _contains(a, starts) & (_contains(b, starts) == both)
+    kept = contains(a, starts) & (contains(b, starts) == both)
     return union(starts[kept], ends[kept])
-
-
-def _contains(a: Intervals, times: NDArray[np.int64]) -> NDArray[np.bool_]:
-    # Sorted borders alternate start, end: an odd number of them at or before a time means inside.
-    return np.searchsorted(a.reshape(-1), times, side="right") % 2 == 1

@@ -34,9 +34,6 @@ class profile:
     Args:
         rules: a file of rules to put in front of the shipped ones (docs/profile.md).
 
-    Attributes:
-        report: what was found, a `moe_megakernel.profiling.Report`.
-
     Raises:
         ProfileError: `rules` is no such file (from the constructor), or `report` is asked for and there is none: the
             block has not ended, it raised, or nothing ran in it.
@@ -78,12 +75,6 @@ class profile:
         self._folder = tempfile.TemporaryDirectory(prefix="moe-profile-", ignore_cleanup_errors=True)
         self._trace = Path(self._folder.name) / "trace.pt.trace.json"
         self._torch.export_chrome_trace(str(self._trace))  # torch can do that once
-        from .files import analyse_files
-
-        try:
-            self._report = analyse_files([self._trace], self._rules)
-        except ProfileError as found:  # an empty block must not end a training run
-            self._reason = found
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -94,8 +85,13 @@ class profile:
 
     @property
     def report(self) -> Report:
+        """What was found; the trace is analysed when this is first asked for."""
         if self._report is None:
-            raise self._reason
+            if self._trace is None:
+                raise self._reason
+            from .files import analyse_files
+
+            self._report = analyse_files([self._trace], self._rules)
         return self._report
 
     def print(self) -> None:

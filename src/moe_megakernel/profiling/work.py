@@ -24,6 +24,8 @@ from .rules import CLASSES, PARTS, Rules
 UNKNOWN = np.iinfo(np.int64).max
 #: Ranges by which c10d's backends show that they are at work; all other ranges only say what users call things.
 _BACKEND_RANGE = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")
+#: Ops that compute in their own time, whatever they call.
+_COMPUTES = re.compile(r"(aten|mkl|mkldnn|onednn|quantized)::")
 _STEP = "ProfilerStep#"
 _BLOCK = 1 << 16
 
@@ -41,6 +43,8 @@ class Work:
         name: number of its name in the trace.
         work_class: index into `CLASSES`.
         part: index into `PARTS`, -1 for none.
+        may_wait: whether the piece may be a wait for communication and so hides none. Own time of an op that holds
+            other ops, and is none of ATen's: a layer's op that waits for its all-to-all in Python looks like that.
     """
 
     device: int | None
@@ -51,6 +55,7 @@ class Work:
     name: NDArray[np.int64]
     work_class: NDArray[np.int64]
     part: NDArray[np.int64]
+    may_wait: NDArray[np.bool_]
 
 
 def find_work(trace: Trace, rules: Rules) -> list[Work]:
@@ -156,7 +161,8 @@ def _device_work(trace: Trace, rules: Rules, launches: _Launches, number: int) -
     name = events["name"][chosen]
     launch_start, launch_end = (_at(trace.calls, column, call) for column in ("start", "end"))
     classes = _classify(trace, rules, name.tolist(), masks)
-    return Work(number, events["start"][chosen], events["end"][chosen], launch_start, launch_end, name, *classes)
+    times = (events["start"][chosen], events["end"][chosen], launch_start, launch_end)
+    return Work(number, *times, name, *classes, np.zeros(len(name), dtype=bool))
 
 
 def _at(calls: Columns, column: str, call: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -187,7 +193,8 @@ def _cpu_work(trace: Trace, rules: Rules, around: NDArray[Any]) -> Work:
     """
     works = np.array([_BACKEND_RANGE.match(name) is not None for name in trace.names], dtype=bool)
     pieces = _Pieces()
-    running: list[tuple[int, int, int]] = []  # (end, name or -1, or-ed mask), outermost first
+    running: list[tuple[int, int, int, int]] = []  # (end, name or -1, or-ed mask, number), outermost first
+    holders = bytearray()  # by number: whether the op holds others
     on = now = -1
     for event in _threads_events(trace, _every, lambda name: works[name] | (around[name] != 0)):
         if event.thread != on:
@@ -195,25 +202,29 @@ def _cpu_work(trace: Trace, rules: Rules, around: NDArray[Any]) -> Work:
             on = event.thread
         _run_until(event.start, now, running, pieces)
         now = event.start
-        outer_name, outer_mask = running[-1][1:] if running else (-1, 0)
-        name = event.name if event.is_op or works[event.name] else outer_name
-        running.append((event.end, name, outer_mask | around[event.name]))
+        name, mask, number = running[-1][1:] if running else (-1, 0, -1)
+        if event.is_op or works[event.name]:
+            if number >= 0:
+                holders[number] = 1
+            name, number = event.name, len(holders)
+            holders.append(0)
+        running.append((event.end, name, mask | around[event.name], number))
     _run_until(UNKNOWN, now, running, pieces)
-    return pieces.work(trace, rules)
+    return pieces.work(trace, rules, holders)
 
 
 def _every(names: Names) -> NDArray[np.bool_]:
     return np.ones(len(names), dtype=bool)
 
 
-def _run_until(time: int, now: int, running: list[tuple[int, int, int]], pieces: _Pieces) -> None:
+def _run_until(time: int, now: int, running: list[tuple[int, int, int, int]], pieces: _Pieces) -> None:
     """Adds what runs in [now, time) to the pieces, and takes off the stack what has ended by then."""
     while running:
-        end, name, mask = running[-1]
+        end, name, mask, number = running[-1]
         stop = min(end, time)
         if stop > now:
             if name >= 0:
-                pieces.append(now, stop, name, mask)
+                pieces.append(now, stop, name, mask, number)
             now = stop
         if end > time:
             return
@@ -224,17 +235,20 @@ class _Pieces:
     """Stretches of own time, as columns; masks by number, since they are of any size."""
 
     def __init__(self) -> None:
-        self._columns = Columns("mask")
+        self._columns = Columns("mask", "op")
         self._masks: dict[int, int] = {}
 
-    def append(self, start: int, end: int, name: int, mask: int) -> None:
-        self._columns.append(start, end, name, self._masks.setdefault(mask, len(self._masks)))
+    def append(self, start: int, end: int, name: int, mask: int, op: int) -> None:
+        self._columns.append(start, end, name, self._masks.setdefault(mask, len(self._masks)), op)
 
-    def work(self, trace: Trace, rules: Rules) -> Work:
-        """The pieces in order of their start."""
+    def work(self, trace: Trace, rules: Rules, holders: bytearray) -> Work:
+        """The pieces in order of their start. `holders`: by op, whether it holds others."""
         order = np.argsort(self._columns["start"], kind="stable")
         start, end, name, mask = (self._columns[column][order] for column in ("start", "end", "name", "mask"))
         masks = list(self._masks)
         classes = _classify(trace, rules, name.tolist(), [masks[i] for i in mask.tolist()])
         unknown = np.full(len(order), UNKNOWN, dtype=np.int64)
-        return Work(None, start, end, unknown, unknown, name, *classes)
+        computes = np.array([_COMPUTES.match(one) is not None for one in trace.names], dtype=bool)
+        holds = np.frombuffer(holders, dtype=np.bool_)[self._columns["op"][order]] if len(order) else unknown != UNKNOWN
+        may_wait = holds & ~computes[name] & (classes[0] == CLASSES.index("other"))
+        return Work(None, start, end, unknown, unknown, name, *classes, may_wait)
