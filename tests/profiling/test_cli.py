@@ -1,4 +1,4 @@
-"""`moe-megakernel profile`: what it prints and writes, the example of the docs, and how it refuses files and options."""
+"""`moe-megakernel profile`: what it prints and writes, the example of the docs, which files and options it refuses."""
 
 from __future__ import annotations
 
@@ -82,7 +82,12 @@ def test_rows_that_only_their_files_tell_apart(tmp_path):
     ("name", "content", "code", "message"),
     [
         ("none.json", None, 2, "expected a trace file, got no such file"),
-        ("empty.json", "", 1, "expected a trace of torch.profiler (an object with traceEvents, or a list of events), got an"),
+        (
+            "empty.json",
+            "",
+            1,
+            "expected a trace of torch.profiler (an object with traceEvents, or a list of events), got an",
+        ),
         ("cut.json", json.dumps(training_step().document())[:-9], 1, "expected a whole trace, got one that is cut off"),
         ("package.json", '{"name": "x", "version": "1"}', 1, "expected a trace of torch.profiler (an object with"),
         ("numbers.json", "[1, 2, 3]", 1, "expected a list of trace events, got a number as element 0"),
@@ -110,6 +115,8 @@ def test_refuses_options(two_ranks, tmp_path):
 
 
 def test_importing_the_package_imports_no_rich_and_no_matplotlib():
-    code = "import moe_megakernel, sys; print([name for name in ('rich', 'matplotlib', 'typer') if name in sys.modules])"
+    code = (
+        "import moe_megakernel, sys; print([name for name in ('rich', 'matplotlib', 'typer') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -13,7 +13,9 @@ NOISE = """{"ph": "X", "cat": "python_function", "name": "%s(%d): forward", "pid
  "args": {"Python parent id": 17, "Python id": 18, "Ev Idx": 19, "Call stack": "a;b;c;d;e;f;g"}},
 {"ph": "f", "id": 7, "pid": 0, "tid": 7, "ts": 5.0, "cat": "ac2g", "name": "ac2g", "bp": "e"},
 """
-KERNEL = '{"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": %d, "dur": 1, "args": {"stream": 7}},\n'
+KERNEL = (
+    '{"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": %d, "dur": 1, "args": {"stream": 7}},\n'
+)
 MEASURE = """
 import resource, sys
 from moe_megakernel.profiling import analyse_files
@@ -41,6 +43,8 @@ def write(path: Path, megabytes: int) -> int:
 def test_memory_is_bounded(tmp_path):
     path = tmp_path / "trace.json"
     kernels = write(path, 60)
-    done = subprocess.run([sys.executable, "-c", MEASURE, path, str(kernels)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, path, str(kernels)], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 40 * 1024, "kB above an idle process, for a file of 60 MB"

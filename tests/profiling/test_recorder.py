@@ -1,4 +1,4 @@
-"""The context manager, and the analysis of traces that torch.profiler has written: one process, two gloo ranks, a GPU."""
+"""The context manager, and traces that torch.profiler has written: of one process, of two gloo ranks, of a GPU."""
 
 from __future__ import annotations
 
@@ -146,7 +146,10 @@ def test_two_gloo_ranks(tmp_path):
         process.join(120)
     assert [process.exitcode for process in ranks] == [0, 0]
     report = analyse_files([tmp_path])
-    assert [(row.rank, row.world_size, row.steps, row.device) for row in report.rows] == [(0, 2, 3, "cpu"), (1, 2, 3, "cpu")]
+    assert [(row.rank, row.world_size, row.steps, row.device) for row in report.rows] == [
+        (0, 2, 3, "cpu"),
+        (1, 2, 3, "cpu"),
+    ]
     for row in report.rows:
         names = {one.name for one in row.communication}
         assert {"gloo:all_to_all", "gloo:all_reduce", "c10d::alltoall_base_", "c10d::allreduce_"} <= names

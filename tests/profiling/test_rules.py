@@ -51,6 +51,10 @@ NAMES = {
     "void gemv2T_kernel_val<int, int, float, float, float, float, 128>(x)": ("gemm", None),
     "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int>>>(x)": ("gemm", None),
     "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u, 7168u, 1u, 128u>(x)": ("gemm", None),
+    "volta_sgemm_128x32_nt": ("gemm", None),
+    "cudnn_infer_volta_scudnn_128x64_relu_medium_nn_v1": ("gemm", None),
+    "void split_embedding_codegen_forward_unweighted_kernel<float>(fbgemm_gpu::FixedDivisor)": ("other", None),
+    "void permute_pooled_embs_kernel<float>(float const*, long const*)": ("other", None),
     "Cijk_Ailk_Bljk_BBS_BH_MT128x128x64": ("gemm", None),
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"
     "cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int>>>>>(x)": ("gemm", "expert_gemm"),
