@@ -18,7 +18,7 @@ PACKAGE_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/*) $(filter ker
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build test test-dist-gpu demo lint format clean FORCE
+.PHONY: help build test test-dist-gpu demo docs lint format clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ test-dist-gpu: $(VENV)/.stamp-package ## test several ranks on this machine's GP
 
 demo: $(VENV)/.stamp-package ## train a small language model on this machine, into runs/demo; ARGS="--ranks 4" goes to train
 	$(BIN)/moe-megakernel train $(ARGS)
+
+docs: $(VENV)/.stamp-package ## write the tables and plots of the docs from the plan and from the benchmark's results
+	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/results.py
 
 lint: $(VENV)/.stamp-package ## check style, types and formatting of everything
 	$(BIN)/ruff check

@@ -14,6 +14,7 @@ from .functional import moe_layer
 from .hopper.support import BackendChoice, backend_for
 from .hopper.workspaces import release_workspaces
 from .module import MoE
+from .profiling.recorder import profile
 from .router import Router, Routing
 from .workspace import workspace_bytes
 
@@ -36,6 +37,7 @@ __all__ = [
     "get_num_sms",
     "get_timeout",
     "moe_layer",
+    "profile",
     "rebuild",
     "release_workspaces",
     "reserve",

@@ -1,4 +1,4 @@
-"""Expert parallelism by all-to-all and grouped_mm, over gloo: the numbers of one rank, also where a rank has no rows."""
+"""Expert parallelism by all-to-all and grouped_mm, over gloo: the numbers of one rank, also on ranks without rows."""
 
 from __future__ import annotations
 

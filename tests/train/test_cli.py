@@ -106,7 +106,7 @@ def as_arguments(config):
                 arguments += [flag, path]
         elif name == "compile":
             arguments.append(flag if value else "--no-compile")
-        elif name == "resume":
+        elif name in ("resume", "profile"):
             arguments += [flag] * value
         else:
             arguments += [flag, str(value)]
@@ -138,6 +138,7 @@ def test_every_option_reaches_the_run(monkeypatch, words_file):
         checkpoint_every=15,
         resume=True,
         threads=16,
+        profile=True,
     )
     assert train(*as_arguments(asdict(wanted))).exit_code == 0
     assert train(*as_arguments(asdict(replace(wanted, text=()))), "--text", words_file, "b", "c").exit_code == 0

@@ -62,7 +62,8 @@ def _of_expert(problem: Problem, expert: int) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(w_gate_up), torch.zeros_like(w_down)
     rows = _gated(problem.x.detach()[place].float(), w_gate_up, w_down)
     d_rows = problem.topk_weights.detach()[place, slot, None].float() * problem.dy[place].float()
-    return torch.autograd.grad(rows, (w_gate_up, w_down), d_rows)
+    d_gate_up, d_down = torch.autograd.grad(rows, (w_gate_up, w_down), d_rows)
+    return d_gate_up, d_down
 
 
 def make_expected(whole: Problem, rank: int = 0, ranks: int = 1) -> Expected:

@@ -47,6 +47,9 @@ def train(
     ] = _DEFAULT.checkpoint_every,
     resume: Annotated[bool, Option("--resume", help="Go on from the latest checkpoint in --out.")] = _DEFAULT.resume,
     threads: Annotated[int, Option(help="CPU threads of each rank.")] = _DEFAULT.threads,
+    profile: Annotated[
+        bool, Option("--profile", help="Record steps 2 to 5 with torch.profiler; report where their time went.")
+    ] = _DEFAULT.profile,
 ) -> None:
     """Train a small byte-level mixture-of-experts transformer on real text, in expert-parallel processes."""
     given = locals()

@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 # What may differ between a run and its continuation: none of these reaches a loss beyond the order of sums.
 FREE_ON_RESUME = frozenset(
-    {"text", "out", "ranks", "resume", "checkpoint_every", "compile", "device", "backend", "threads"}
+    {"text", "out", "ranks", "resume", "checkpoint_every", "compile", "device", "backend", "threads", "profile"}
 )
 
 
@@ -43,6 +43,7 @@ class TrainConfig:
     `batch` is the number of sequences in a step over all ranks, `seq` their length in bytes, `steps` the whole run
     (the cosine schedule ends there), `threads` the CPU threads of each rank. `text` empty means the documentation that
     ships with CPython. `dtype` bfloat16 is autocast over fp32 parameters; the others are the parameters' own dtype.
+    `profile` records a few steps of every rank (`profiled.py`).
     """
 
     text: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     resume: bool = False
     threads: int = 1
+    profile: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

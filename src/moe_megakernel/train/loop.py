@@ -24,6 +24,7 @@ from .config import TrainConfig
 from .data import IGNORED_TARGET, Corpus, held_out_batches, load_corpus, order0_entropy, rank_rows, training_batch
 from .model import ByteTransformer, expert_parameter_names
 from .optimize import clip_gradients, learning_rate, make_optimizer, sum_over_ranks
+from .profiled import ProfiledSteps, write_profile
 from .report import Progress, write_report
 
 # Evaluations of the held-out text over a run, the last step included; the start adds one.
@@ -40,12 +41,14 @@ def train(config: TrainConfig, rank: int, group: dist.ProcessGroup | None, begun
     trainer = Trainer(config, rank, group)
     history = trainer.resume() if config.resume else new_history()
     first = len(history["loss"])
-    with Progress(config, first, enabled=rank == 0) as progress:
+    recorded = ProfiledSteps(config, rank, first)
+    with Progress(config, first, enabled=rank == 0) as progress, recorded:
         if first in (0, config.steps):
             loads = trainer.evaluate(first, history)
             progress.evaluated(first, history)
         for step in range(first, config.steps):
-            history["loss"].append(trainer.step(step))
+            with recorded.step(step):
+                history["loss"].append(trainer.step(step))
             progress.stepped(step + 1, history)
             if _is_due(step + 1, config.steps, NUM_EVALUATIONS):
                 loads = trainer.evaluate(step + 1, history)
@@ -56,6 +59,8 @@ def train(config: TrainConfig, rank: int, group: dist.ProcessGroup | None, begun
     if rank == 0:
         seconds = time.time() - begun
         write_report(config, history, loads, trainer.order0, seconds, progress.tokens_per_second())
+        if config.profile and first < config.steps:  # the last checkpoint's barrier: all ranks have written traces
+            write_profile(config)
 
 
 def new_history() -> dict[str, list[Any]]:

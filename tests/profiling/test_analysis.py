@@ -1,0 +1,291 @@
+"""Figures of traces made by hand, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+from tests.profiling.handmade import Trace, training_step
+
+from moe_megakernel.profiling import ProfileError, analyse_files
+from moe_megakernel.profiling.files import find_traces, number_ranks
+
+GEMM, SEND, ADD = "nvjet_hsh_64x64", "ncclDevKernel_SendRecv", "vectorized_elementwise_kernel"
+
+
+def test_training_step(analyse):
+    row = analyse(training_step())
+    us = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name.endswith("_ms")}
+    assert {name.removesuffix("_ms"): pytest.approx(value * 1000) for name, value in us.items()} == {
+        "span": (2 * 950 + 50) / 2,  # from the first kernel of step 3 to the last of step 4
+        "busy": 900,
+        "compute": 100 + 100 + 20 + 30 + 50 + 200 + 40 + 50 + 90,
+        "communication": 150 + 60 + 100,
+        "exposed_communication": 100 + 100,
+        "overlapped_communication": 50 + 60,
+        "memory": 20,
+        "exposed_memory": 20,
+        "idle": (2 * 50 + 50) / 2,
+        "idle_host": (2 * 40 + 50) / 2,
+        "idle_wait": 10,
+        "moe": 740 - 200,
+        "moe_exposed_communication": 200,
+    }
+    assert (row.rank, row.world_size, row.device, row.steps) == (0, 2, "gpu 0", 2)
+    parts = {
+        name: (pytest.approx(p.time_ms * 1000), pytest.approx(p.exposed_ms * 1000), p.count)
+        for name, p in row.moe.items()
+    }
+    assert parts == {
+        "route": (20, 0, 2),
+        "dispatch": (180, 100, 4),
+        "expert_gemm": (200, 0, 2),
+        "combine": (140, 100, 4),
+        "exchange": (0, 0, 0),
+        "fused": (0, 0, 0),
+        "rest": (50, 0, 2),
+    }
+    classes = {
+        name: (pytest.approx(c.time_ms * 1000), pytest.approx(c.sum_ms * 1000), c.count)
+        for name, c in row.classes.items()
+    }
+    assert classes == {
+        "gemm": (440, 440, 8),
+        "attention": (100, 100, 2),
+        "other": (140, 140, 8),
+        "communication": (310, 310, 6),
+        "memory": (20, 20, 2),
+    }
+    # 140 of the experts' 200 us run without communication: no more than that could hide an all-to-all.
+    assert row.estimate.hidden_ms * 1000 == pytest.approx(140)
+    assert row.estimate.overlapped_ms * 1000 == pytest.approx(975 - 140)
+    assert row.estimate.without_exposed_ms * 1000 == pytest.approx(975 - 200)
+    named = [(one.name.split("(")[0], one.count, one.sum_ms, one.exposed_ms) for one in row.communication]
+    assert named == [
+        ("ncclDevKernel_SendRecv", 4, pytest.approx(0.25), pytest.approx(0.2)),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 2, pytest.approx(0.06), 0),
+    ]
+
+
+def test_parts_add_up_to_the_span(analyse):
+    row = analyse(training_step(dispatch=333.3))
+    total = row.compute_ms + row.exposed_communication_ms + row.exposed_memory_ms + row.idle_ms
+    assert total == pytest.approx(row.span_ms)
+    assert row.busy_ms + row.idle_ms == pytest.approx(row.span_ms)
+    assert row.exposed_communication_ms + row.overlapped_communication_ms == pytest.approx(row.communication_ms)
+
+
+def test_order_of_events_does_not_matter(analyse):
+    trace = training_step()
+    expected = analyse(trace)
+    random.Random(0).shuffle(trace.events)
+    assert analyse(trace) == expected
+
+
+def test_several_streams_count_once(analyse):
+    """Two sends at the same time are one time; so are two products that hide them."""
+    trace = Trace()
+    trace.kernel(SEND, 0, 100, stream=20)
+    trace.kernel(SEND, 50, 150, stream=21)
+    trace.kernel(GEMM, 20, 40)
+    trace.kernel(GEMM, 30, 60, stream=8)
+    trace.kernel(ADD, 140, 200)
+    row = analyse(trace)
+    assert row.communication_ms == 0.15
+    assert row.overlapped_communication_ms == pytest.approx(0.04 + 0.01)
+    assert row.exposed_communication_ms == pytest.approx(0.10)
+    assert row.classes["communication"].sum_ms == 0.2
+    assert row.steps == 0
+    assert row.span_ms == 0.2
+
+
+def test_copies_hide_no_communication(analyse):
+    trace = Trace()
+    trace.kernel(SEND, 0, 100, stream=20)
+    trace.kernel("Memcpy HtoD (Pinned -> Device)", 50, 130, kind="gpu_memcpy", stream=21)
+    row = analyse(trace)
+    assert row.exposed_communication_ms == 0.1
+    assert row.memory_ms == 0.08
+    assert row.exposed_memory_ms == 0.03
+
+
+@pytest.mark.parametrize(
+    ("launch", "host", "wait"),
+    [((200, 299), 0.1, 0.0), ((190, 201), 0.1, 0.0), ((190, 200), 0.0, 0.1), ((0, 5), 0.0, 0.1), (None, 0.0, 0.0)],
+)
+def test_who_caused_a_gap(analyse, launch, host, wait):
+    """The host, if the launch of what follows ended after the gap had begun at 200."""
+    trace = Trace()
+    trace.kernel(GEMM, 100, 200, launch=(0, 5))
+    trace.kernel(GEMM, 300, 400, launch=launch)
+    row = analyse(trace)
+    assert row.idle_ms == 0.1
+    assert (row.idle_host_ms, row.idle_wait_ms) == (host, wait)
+
+
+def test_a_gap_before_two_streams_is_the_hosts_only_if_both_were_late(analyse):
+    trace = Trace()
+    trace.kernel(GEMM, 100, 200, launch=(0, 5))
+    trace.kernel(GEMM, 300, 400, launch=(250, 255))
+    trace.kernel(GEMM, 300, 350, launch=(50, 55), stream=8)
+    assert analyse(trace).idle_wait_ms == 0.1
+
+
+def test_kernels_of_a_graph_share_their_launch(analyse):
+    """What stands around the one host call holds for all kernels, and gaps between them are no fault of the host."""
+    trace = Trace()
+    trace.range("moe_layer", 0, 30)
+    graph = trace.kernel(GEMM, 100, 200, launch=(10, 20))
+    for start in (210, 320):
+        trace.kernel(GEMM, start, start + 100, launch=graph)
+    trace.kernel("nothing", 250, 250, launch=graph)
+    row = analyse(trace)
+    assert (row.moe["expert_gemm"].time_ms, row.moe["expert_gemm"].count) == (0.3, 3)
+    assert (row.idle_host_ms, row.idle_wait_ms) == (0, 0.02)
+
+
+def test_surroundings_are_of_the_launching_thread(analyse):
+    trace = Trace()
+    trace.range("moe.dispatch", 0, 30, thread=2)
+    trace.range("moe.combine", 12, 14)  # ended before the launch
+    trace.op("moe::outer", 40, 50)
+    trace.range("ignored", 41, 49)
+    trace.kernel(GEMM, 100, 200, launch=(20, 22), thread=1)
+    trace.kernel(GEMM, 200, 250, launch=(23, 24), thread=2)
+    trace.kernel(GEMM, 250, 260, launch=(45, 46), thread=1)
+    row = analyse(trace)
+    assert row.moe["dispatch"].time_ms == 0.05
+    assert row.moe["expert_gemm"].time_ms == 0.01
+    assert row.moe_ms == 0.06
+
+
+def test_several_devices_are_several_rows(tmp_path):
+    trace = Trace(rank=3)
+    trace.kernel(GEMM, 0, 100, device=1)
+    trace.kernel(SEND, 0, 50, device=0)
+    rows = analyse_files([trace.write(tmp_path / "t.json")]).rows
+    assert [(row.rank, row.device, row.exposed_communication_ms) for row in rows] == [
+        (3, "gpu 0", 0.05),
+        (3, "gpu 1", 0),
+    ]
+
+
+def test_steps_on_a_device_that_runs_behind(analyse):
+    """A step is what was launched in it, though it runs after the host has left it."""
+    trace = Trace()
+    for step in range(3):
+        trace.range(f"ProfilerStep#{step}", 10 * step, 10 * step + 10)
+        trace.kernel(GEMM, 1000 + 100 * step, 1100 + 100 * step, launch=(10 * step + 1, 10 * step + 2))
+    trace.kernel(SEND, 1300, 2000, launch=(31, 32))
+    row = analyse(trace)
+    assert (row.steps, row.span_ms, row.communication_ms) == (3, 0.1, 0)
+
+
+def test_what_runs_between_steps_is_left_out(analyse):
+    """An evaluation between two steps, and idle time between the next two, which counts."""
+    trace = Trace()
+    for step, start in enumerate((0, 300, 450)):
+        trace.range(f"ProfilerStep#{step}", start, start + 20)
+        trace.kernel(GEMM, start + 10, start + 110, launch=(start + 1, start + 2))
+    trace.kernel(SEND, 120, 300, launch=(105, 106))
+    row = analyse(trace)
+    assert row.steps == 3
+    assert row.span_ms == pytest.approx((100 + 150 + 100) / 3 / 1000)
+    assert row.communication_ms == 0
+    assert row.idle_ms == row.idle_host_ms == pytest.approx(50 / 3 / 1000)
+
+
+def test_steps_without_work_on_the_device_are_ignored(analyse):
+    trace = Trace()
+    trace.range("ProfilerStep#1", 0, 10)
+    trace.kernel(GEMM, 1000, 1100)
+    assert (row := analyse(trace)).steps == 0
+    assert row.span_ms == 0.1
+
+
+def test_own_time_of_cpu_ops(analyse):
+    """Nested ops on two threads: time belongs to the innermost one of its thread."""
+    trace = Trace()
+    trace.op("aten::layer", 0, 100)
+    trace.op("aten::linear", 10, 60)
+    trace.op("aten::mm", 20, 50)
+    trace.op("aten::view", 25, 30)
+    trace.range("moe", 0, 100)
+    trace.range("user's mark", 70, 80)
+    trace.range("gloo:all_to_all", 40, 120, thread=2)
+    trace.op("aten::mul", 150, 160)
+    row = analyse(trace)
+    assert row.device == "cpu"
+    assert row.classes["gemm"].time_ms == 0.045  # linear 10-20 and 50-60, mm 20-25 and 30-50
+    assert row.classes["other"].sum_ms == pytest.approx(0.010 + 0.040 + 0.005 + 0.010)
+    assert row.compute_ms == 0.11
+    assert row.communication_ms == 0.08
+    assert row.exposed_communication_ms == 0.02
+    assert row.idle_ms == 0.03
+    assert (row.idle_host_ms, row.idle_wait_ms) == (None, None)
+    assert row.moe["expert_gemm"].time_ms == 0.045
+    assert row.moe["rest"].time_ms == pytest.approx(0.055)
+    assert row.moe["exchange"].exposed_ms == 0.02
+    assert row.moe_ms == pytest.approx(0.12)
+
+
+def test_a_wait_inside_an_op_hides_no_communication(analyse):
+    """The own time of an op that holds others may be a wait; that of ATen's ops is not, nor that of one without ops."""
+    trace = Trace()
+    trace.op("moe::group_forward", 0, 100)
+    trace.op("aten::index_select", 0, 10)
+    trace.op("aten::empty", 2, 3)
+    trace.op("moe::merge_rows", 60, 70)
+    trace.range("gloo:all_to_all", 5, 80, thread=2)
+    row = analyse(trace)
+    assert row.communication_ms == 0.075
+    assert row.exposed_communication_ms == 0.06  # all but 5-10 and 60-70
+    assert row.compute_ms == pytest.approx(0.01 + 0.01 + 0.02)
+    assert row.compute_ms + row.exposed_communication_ms == row.span_ms
+    assert row.moe["rest"].time_ms == pytest.approx(row.compute_ms)
+
+
+def test_steps_of_a_cpu_run(analyse):
+    trace = Trace()
+    trace.op("aten::mm", 0, 50)
+    for step in range(2):
+        trace.range(f"ProfilerStep#{step}", 100 + 100 * step, 200 + 100 * step)
+        trace.op("aten::mm", 110 + 100 * step, 150 + 100 * step)
+    row = analyse(trace)
+    assert (row.steps, row.span_ms, row.compute_ms) == (2, 0.1, pytest.approx(0.04))
+
+
+def test_ranks_and_spread(two_ranks, tmp_path):
+    report = analyse_files([tmp_path])
+    assert [(row.rank, row.file) for row in report.rows] == [(0, str(two_ranks[0])), (1, str(two_ranks[1]))]
+    assert report.spread()["exposed_communication_ms"] == pytest.approx({"min": 0.2, "median": 0.25, "max": 0.3})
+    assert json.loads(json.dumps(report.to_json()))["rows"][1]["estimate"]["hidden_ms"] == pytest.approx(0.14)
+
+
+def test_traces_of_a_folder(tmp_path):
+    for name in ("rank10.pt.trace.json", "rank9.pt.trace.json.gz", "summary.json", "x.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_traces([tmp_path])] == ["rank9.pt.trace.json.gz", "rank10.pt.trace.json"]
+    (tmp_path / "rank10.pt.trace.json").unlink()
+    (tmp_path / "rank9.pt.trace.json.gz").unlink()
+    assert [path.name for path in find_traces([tmp_path, tmp_path / "x"])] == ["summary.json", "x"]
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(
+        ProfileError, match=r"expected a folder with \*\.json or \*\.json\.gz, got none in it"
+    ) as caught:
+        find_traces([tmp_path])
+    assert caught.value.exit_code == 2
+
+
+def test_number_of_ranks():
+    assert number_ranks([None, 0, None, 5]) == [1, 0, 2, 5]
+    assert number_ranks([None, None]) == [0, 1]
+
+
+def test_only_empty_kernels(tmp_path):
+    trace = Trace()
+    trace.kernel(GEMM, 5, 5)
+    with pytest.raises(ProfileError, match="expected kernels or CPU ops that took time, got only empty ones"):
+        analyse_files([trace.write(tmp_path / "t.json")])
