@@ -271,8 +271,8 @@ MOE_HOST_DEVICE void fill_stages(const Warp& warp, const Block& block, const Bac
   }
 }
 
-// The gradients' tasks from ticket `first` on: of every expert, with rows or without, a pair of columns of a segment for
-// each warp.
+// The gradients' tasks from ticket `first` on: of every expert, with rows or without, a pair of columns of a segment
+// for each warp.
 template <typename Block, typename Warp>
 MOE_HOST_DEVICE void fill_gradients(const Warp& warp, const Block& block, const BackwardJob& job, std::int32_t first) {
   const std::int32_t experts = job.plan.shape.local_experts;
@@ -305,7 +305,8 @@ MOE_HOST_DEVICE inline void fill_backward_ends(const Thread& me, const BackwardJ
   const ExpertSums& sums = parts.sums.all;
   const std::int32_t close = order.tile_tasks();
   std::int32_t drain = close + 1;
-  for (const GradTasks& tasks : job.shape.gradients) drain += sums.experts * gradient_tasks(tasks, job.shape.segment_rows);
+  for (const GradTasks& tasks : job.shape.gradients)
+    drain += sums.experts * gradient_tasks(tasks, job.shape.segment_rows);
   job.plan.tasks[close] = {TaskKind::kClose, 0, 0, 0, 0};
   job.plan.tasks[drain] = {TaskKind::kDrain, 0, 0, 0, 0};
   PlanSizes sizes{};

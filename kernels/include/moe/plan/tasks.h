@@ -152,8 +152,8 @@ struct TaskList {
   }
 };
 
-// The tasks of one kind over a segment of row tiles: column after column, all row tiles for one column, so that clusters
-// beside each other share the weight tile.
+// The tasks of one kind over a segment of row tiles: column after column, all row tiles for one column, so that
+// clusters beside each other share the weight tile.
 MOE_HOST_DEVICE inline void add_segment(TaskKind kind, std::int64_t expert, std::int64_t tile_begin, std::int64_t tiles,
                                         std::int64_t columns, TaskList& list) {
   const std::int64_t even = tiles / 2 * 2;
@@ -184,8 +184,8 @@ MOE_HOST_DEVICE inline void add_route_grads(const TileTables& tables, std::int64
   }
 }
 
-// All tiles of one weight gradient, in segments as the tile tasks: the tiles worked on at one time read few rows and few
-// columns. Experts without rows are here too: their tiles are stored as zeros.
+// All tiles of one weight gradient, in segments as the tile tasks: the tiles worked on at one time read few rows and
+// few columns. Experts without rows are here too: their tiles are stored as zeros.
 MOE_HOST_DEVICE inline void add_wgrad(TaskKind kind, const Problem& p, const Tiling& t, const Schedule& s,
                                       TaskList& list) {
   const std::int64_t rows = wgrad_row_tiles(kind, p, t);
