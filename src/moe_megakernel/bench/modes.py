@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch._functorch.config as functorch
 from torch import Tensor
 
 from .implementation import Bound, Call, Implementation, Yardstick
-from .problem import Problem
+from .problem import LEAVES, Problem
 
 DIRECTIONS = ("forward", "backward", "both")
 MODES = ("eager", "compiled", "graph")
@@ -27,11 +28,20 @@ def mode_fault(implementation: Implementation, mode: str, device: torch.device) 
 
 
 def results(bound: Bound, dy: Tensor, mode: str) -> dict[str, Tensor]:
-    """y and the gradients of the leaves in the problem's layout, of one step."""
+    """y and the gradients of the leaves in the problem's layout, of one step in that mode."""
     function = _function(bound, mode)
-    y = function(*bound.leaves)
-    gradients = bound.layout(torch.autograd.grad(y, bound.leaves, dy))
-    return {"y": y.detach(), **dict(zip(("x", "topk_weights", "w_gate_up", "w_down"), gradients, strict=True))}
+
+    def step() -> tuple[Tensor, ...]:
+        y = function(*bound.leaves)
+        return (y.detach(), *torch.autograd.grad(y, bound.leaves, dy))
+
+    if mode == "graph":
+        graph, kept = _capture(lambda: step)
+        graph.replay()
+        found = tuple(t.clone() for t in kept)
+    else:
+        found = step()
+    return dict(zip(("y", *LEAVES), (found[0], *bound.layout(found[1:])), strict=True))
 
 
 def make_call(bound: Bound | Yardstick, problem: Problem, direction: str, mode: str) -> Call:
@@ -78,22 +88,29 @@ def _function(bound: Bound, mode: str) -> Any:
 
 
 def _captured(bound: Bound | Yardstick, problem: Problem, direction: str) -> Call:
-    """Replays of a call as one CUDA graph. What it returns lives in the graph's memory and is not given out.
+    """Replays of a call as one CUDA graph. What it returns lives in the graph's memory and is not given out."""
+    graph, kept = _capture(lambda: _plain(bound, problem, direction, "eager"))
 
-    All of it happens on the stream of the capture, since autograd runs a backward where its forward ran.
+    def replay(kept: Any = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+def _capture(make: Callable[[], Call]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call, and what the call has returned in it.
+
+    All of it happens on the stream of the capture, what `make` runs before as well: autograd runs a backward where its
+    forward ran.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call = _plain(bound, problem, direction, "eager")
+        call = make()
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = call()
-
-    def replay(kept: Any = kept) -> None:
-        graph.replay()
-
-    return replay
+    return graph, kept

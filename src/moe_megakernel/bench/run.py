@@ -160,14 +160,14 @@ def _gathered(problem: Problem, value: Any) -> list[Any]:
 def _checked(
     implementation: Implementation, problem: Problem, expected: Expected, mode: str, options: Options
 ) -> list[_Candidate]:
-    """One candidate for each variant. Its numbers are right in this mode (a graph's are those of eager calls)."""
+    """One candidate for each variant. Its numbers are right in this mode."""
     candidates = []
     for variant in implementation.variants or ("",):
         bound = implementation.bind(problem, variant)
         error = 0.0
         memory = UNMEASURED
         if isinstance(bound, Bound):
-            found = modes.results(bound, problem.dy, "eager" if mode == "graph" else mode)
+            found = modes.results(bound, problem.dy, mode)
             error = max(check_numbers(expected, found).values())
             implementation.check()
             del found
