@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from moe_megakernel.bench.implementation import Call
 from moe_megakernel.bench.peers.ours import layer_of
 from moe_megakernel.bench.problem import Problem, make_problem
 from moe_megakernel.bench.routings import Routing
-from moe_megakernel.bench.timing import median
 from moe_megakernel.shapes import find_shape
 
 #: Calls between two waits for the device, so that the queue of launches never fills up.

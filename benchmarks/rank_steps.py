@@ -25,10 +25,10 @@ from moe_megakernel.bench.routings import parse_routing
 from moe_megakernel.bench.timing import SLEEP_CYCLES, Flush, Times, summary
 from moe_megakernel.distributed.partition import expert_range
 from moe_megakernel.hopper.launch import device_sms
+from moe_megakernel.shapes import benchmark_shapes
 
 from . import report
 from .group import Rank
-from .report import benchmark_shapes
 from .sm_share import own_stream
 
 DIRECTIONS = ("forward", "backward")
@@ -98,13 +98,6 @@ def share_of_results(results: list[Tensor], num_experts: int, rank: int, ranks: 
     return [t.tensor_split(ranks)[rank].clone() for t in by_token] + [
         t[experts.start : experts.stop].clone() for t in by_expert
     ]
-
-
-def rows_of_busiest(topk_idx: Tensor, num_experts: int, ranks: int) -> int:
-    """Rows that the rank receives which receives most; [T, K] of all ranks."""
-    counts = topk_idx.flatten().long().bincount(minlength=num_experts)
-    owned = (expert_range(num_experts, rank, ranks) for rank in range(ranks))
-    return max(int(counts[experts.start : experts.stop].sum()) for experts in owned)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -260,8 +253,7 @@ def _measure_shape(
     whole: Any = make_problem(benchmark_shapes()[letter], parse_routing(config.routing))  # the same on every rank
     expected: Any = expected_share(rank, whole, config)
     part = share_of(whole, rank.rank, rank.ranks, rank.group)
-    rows = rows_of_busiest(whole.topk_idx, whole.shape.num_experts, rank.ranks)
-    moe_megakernel.reserve(rank.group, part.tokens, part.shape.top_k, rows)
+    moe_megakernel.reserve(rank.group, part.tokens, part.shape.top_k, part.most_rows)
     single: dict[str, Call | None] = dict.fromkeys(DIRECTIONS)
     if rank.rank == 0:
         torch.cuda.synchronize()

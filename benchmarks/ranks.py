@@ -13,19 +13,21 @@ from typing import Annotated
 import typer
 
 from moe_megakernel.backends import BACKENDS, TRANSPORTS
+from moe_megakernel.bench.records import Origin, append_rows
+from moe_megakernel.cli.words import some_of
+from moe_megakernel.shapes import benchmark_shapes
 
 from . import report
 from .group import require_gpu, run_ranks, sharing
-from .options import ROUTINGS, split
 from .rank_steps import CACHES, Config, Found, measure
-from .report import benchmark_shapes
+from .row_mover.moves import ROUTINGS
 
 #: What all ranks may take of one rank's time.
 TARGET = 1.10
 
 
 @dataclass(frozen=True)
-class Row(report.Origin):
+class Row(Origin):
     """T: of all ranks together; sharing: mps or slices; steps: of a sample, back to back; sms: of a rank; ms: a step of
     all ranks, from a common start to the end of the last; own_sms: each rank has SMs of its own; rest: seconds before a
     sample; single_ms: of one rank with ranks * sms; ratio: ms over
@@ -136,11 +138,11 @@ def main(
         if value not in allowed:
             raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {value!r}", param_hint=option)
     config = Config(
-        letters=tuple(split(shapes, tuple(benchmark_shapes()), "--shapes")),
+        letters=tuple(some_of(shapes, benchmark_shapes(), "--shapes")),
         routing=routing,
         backend=backend,
         transport=transport,
-        caches=tuple(split(cache, CACHES, "--cache")),
+        caches=tuple(some_of(cache, CACHES, "--cache")),
         rounds=rounds,
         steps=steps,
         own_sms=own_sms,
@@ -151,7 +153,7 @@ def main(
         machine, results = run_ranks(measure, ranks, config, commit, limit=570.0, gpus=1)
     path = report.default_path("ranks", machine["gpu"]) if out is None else out
     rows = [make_row(machine, ranks, how, config, found) for found in results]
-    report.append(path, rows)
+    append_rows(path, rows)
     for row in rows:
         typer.echo(text(row))
     for line in total_text(rows):

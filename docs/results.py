@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from moe_megakernel.bench.records import Row, read_rows
-from moe_megakernel.shapes import SHAPES
+from moe_megakernel.shapes import SHAPES, benchmark_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -20,7 +20,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 IMAGES = ROOT / "docs" / "images"
 #: In tables and plots, in this order; others follow by name.
 ORDER = ("mega", "staged", "sonic", "liger", "scattermoe", "torch_staged", "nccl", "deepep", "dense")
-LETTERS = {slug: slug.removeprefix("bench-").upper() for slug in SHAPES if slug.startswith("bench-")}
+LETTERS = {shape.slug: letter for letter, shape in benchmark_shapes().items()}
 
 
 def all_rows(folder: Path = RESULTS) -> list[Row]:

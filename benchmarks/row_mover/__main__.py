@@ -11,16 +11,18 @@ from typing import Annotated
 
 import typer
 
+from moe_megakernel.bench.records import Machine, append_rows
+from moe_megakernel.cli.words import some_of
+
 from .. import report
 from ..group import require_gpu, run_ranks, sharing
-from ..options import split
 from .library import DEFAULT, MAX_RANKS, MAX_WARPS, Library
 from .moves import DIRECTIONS, ROUTINGS
 from .worker import Config, Found, measure
 
 
 @dataclass(frozen=True)
-class Row(report.Machine):
+class Row(Machine):
     """One direction. T: of every rank; sharing: own, mps or slices; blocks: of a rank; rows, rows_busiest: of all ranks
     and of the one that receives most; gb_per_s: of all ranks together, each row counted once, and of the busiest rank;
     pull_over_push: rate of pull over that of push, on both.
@@ -110,13 +112,13 @@ def main(
     if hidden % 8:
         raise typer.BadParameter(f"expected a multiple of 8, got {hidden}", param_hint="--hidden")
     Library(library)  # says how to build it, once
-    counts = split(warps, tuple(str(n) for n in range(1, MAX_WARPS + 1)), "--warps")
+    counts = some_of(warps, tuple(str(n) for n in range(1, MAX_WARPS + 1)), "--warps")
     config = Config(
         tokens=tokens,
         hidden=hidden,
         num_experts=experts,
         top_k=top_k,
-        routings=tuple(split(routing, ROUTINGS, "--routing")),
+        routings=tuple(some_of(routing, ROUTINGS, "--routing")),
         warps=tuple(int(n) for n in counts),
         blocks=blocks,
         rounds=rounds,
@@ -130,7 +132,7 @@ def main(
     path = report.default_path("row_mover", machine["gpu"]) if out is None else out
     for found in results:
         rows = make_rows(machine, ranks, how, config, found)
-        report.append(path, rows)
+        append_rows(path, rows)
         for row in rows:
             typer.echo(text(row))
     typer.echo(f"rows are in {path}")

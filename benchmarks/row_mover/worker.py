@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from moe_megakernel.bench.timing import SLEEP_CYCLES, Flush, Times, median
+from moe_megakernel.bench.timing import SLEEP_CYCLES, Flush, Times, summary
 
 from .. import report
 from ..group import Rank
@@ -56,7 +56,7 @@ def blocks_of_rank(asked: int, sms: int, ranks: int, shares_gpu: bool) -> int:
 def last_rank(spans_by_rank: list[list[float]]) -> Times:
     """Of each round the slowest rank, over all rounds."""
     spans = [max(of_round) for of_round in zip(*spans_by_rank, strict=True)]
-    return Times(median(spans), min(spans), max(spans))
+    return summary(spans)
 
 
 def measure(rank: Rank, config: Config, commit: str) -> tuple[dict[str, str], list[Found]]:

@@ -54,6 +54,11 @@ _BENCHMARKS = (
 SHAPES: dict[str, Shape] = {shape.slug: shape for shape in (*_MODELS, *_BENCHMARKS)}
 
 
+def benchmark_shapes() -> dict[str, Shape]:
+    """Letter, A to F -> the benchmark's shape."""
+    return {shape.slug.removeprefix("bench-").upper(): shape for shape in _BENCHMARKS}
+
+
 def find_shape(slug: str, op: str = "find_shape") -> Shape:
     """The shape of that name, in any case.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.docs_scripts import load_script
 
 from moe_megakernel.bench.records import Row, append_rows
 
-ROOT = Path(__file__).resolve().parents[2]
 A = Row(
     **{"gpu": "h200", "driver": "580", "torch": "2.11", "date": "2026-12-02", "commit": "abc", "shape": "bench-a"},
     **{"T": 8192, "H": 2048, "I": 768, "E": 128, "K": 8, "ranks": 1, "routing": "uniform", "direction": "forward"},
@@ -23,12 +22,7 @@ A = Row(
 
 @pytest.fixture(scope="module")
 def results() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("results")
 
 
 def test_pages_are_up_to_date(results: ModuleType) -> None:

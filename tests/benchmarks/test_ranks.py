@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import group, host_time, mps, options, rank_steps, ranks, report
+from benchmarks import group, host_time, mps, rank_steps, ranks
 from moe_megakernel.bench import timing
-from moe_megakernel.bench.problem import LEAVES, Problem, make_problem
+from moe_megakernel.bench.problem import LEAVES, Problem, make_problem, rows_of_busiest, share_of
 from moe_megakernel.bench.routings import Routing
-from moe_megakernel.shapes import Shape
+from moe_megakernel.cli.words import some_of
+from moe_megakernel.shapes import Shape, benchmark_shapes
 
 SMALL = Shape("small", "small", num_experts=5, hidden=64, width=32, top_k=2, tokens=61)
 CONFIG = rank_steps.Config(
@@ -33,7 +34,7 @@ def test_sms() -> None:
 
 def test_shares_join_to_the_whole() -> None:
     whole = small()
-    parts = [rank_steps.share_of(whole, rank, 3) for rank in range(3)]
+    parts = [share_of(whole, rank, 3) for rank in range(3)]
     assert [part.tokens for part in parts] == [21, 20, 20]
     for name in ("x", "topk_idx", "topk_weights", "w_gate_up", "w_down", "dy"):
         joined = torch.cat([getattr(part, name) for part in parts])
@@ -48,7 +49,7 @@ def test_shares_join_to_the_whole() -> None:
 def test_busiest_rank() -> None:
     routes = torch.tensor([[0, 1], [0, 4], [0, 2], [3, 4]], dtype=torch.int32)
     # Experts 0 and 1; 2 and 3; 4.
-    assert rank_steps.rows_of_busiest(routes, 5, 3) == 4
+    assert rows_of_busiest(routes, 5, 3) == 4
 
 
 def test_row() -> None:
@@ -88,17 +89,17 @@ def test_totals() -> None:
 
 
 def test_own_layer_keeps_its_routes() -> None:
-    own = rank_steps.own_layer(rank_steps.share_of(small(), 2, 3))
+    own = rank_steps.own_layer(share_of(small(), 2, 3))
     assert (own.shape.num_experts, own.tokens, own.ranks) == (1, 20, 1)
     assert set(own.topk_idx.flatten().tolist()) == {0}
     assert rank_steps.forward_of(own, CONFIG)().shape == (20, 64)
 
 
 def test_named_shapes_and_options() -> None:
-    assert list(report.benchmark_shapes()) == list("ABCDEF")
-    assert options.split("A, C", ("A", "B", "C"), "--shapes") == ["A", "C"]
+    assert list(benchmark_shapes()) == list("ABCDEF")
+    assert some_of("A, C", ("A", "B", "C"), "--shapes") == ["A", "C"]
     with pytest.raises(Exception, match=r"expected some of A, B, got 'Z'"):
-        options.split("Z", ("A", "B"), "--shapes")
+        some_of("Z", ("A", "B"), "--shapes")
 
 
 def test_the_twin_stands_in_for_the_layer() -> None:
@@ -132,7 +133,7 @@ def test_a_wrong_bit_is_an_error() -> None:
 def _compare(rank: group.Rank) -> list[int]:
     whole = small()
     expected = rank_steps.expected_share(rank, whole, CONFIG)
-    step = rank_steps.make_step(rank_steps.share_of(whole, rank.rank, rank.ranks, rank.group), CONFIG)
+    step = rank_steps.make_step(share_of(whole, rank.rank, rank.ranks, rank.group), CONFIG)
     for _ in range(2):  # the graph is kept
         rank_steps.check_bits(rank, step, expected)
     return rank.gather(rank.rank)

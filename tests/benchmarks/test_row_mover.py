@@ -13,7 +13,7 @@ from benchmarks.row_mover import library, mover, moves, worker
 from torch import Tensor
 
 from benchmarks import report
-from moe_megakernel.bench import timing
+from moe_megakernel.bench import records, timing
 from moe_megakernel.distributed.partition import expert_range
 
 CONFIG = worker.Config(
@@ -118,7 +118,7 @@ def test_rows_append(tmp_path: Path) -> None:
     found = worker.Found("uniform", 1, 33, 480, 120, 0.75, times)
     path = tmp_path / "row_mover.csv"
     for _ in range(2):
-        report.append(path, command.make_rows(report.machine("abc"), 4, "own", CONFIG, found))
+        records.append_rows(path, command.make_rows(report.machine("abc"), 4, "own", CONFIG, found))
     heading, *lines = path.read_text().splitlines()
     assert heading.startswith("gpu,driver,torch,date,commit,ranks,sharing,T,H,E,K,routing,")
     assert len(lines) == 4

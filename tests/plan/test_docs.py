@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.docs_scripts import load_script
 
 
 def test_tables_are_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = load_script("tables")
     page = tables.PAGE.read_text()
     assert tables.filled_in(page) == page, "run: python docs/tables.py"
 

@@ -98,9 +98,10 @@ def make_problem(
     )
 
 
-def _most_rows(whole: Problem, ranks: int) -> int:
-    counts = whole.topk_idx[whole.topk_idx >= 0].long().bincount(minlength=whole.shape.num_experts).tolist()
-    owned = (expert_range(whole.shape.num_experts, rank, ranks) for rank in range(ranks))
+def rows_of_busiest(topk_idx: Tensor, num_experts: int, ranks: int) -> int:
+    """Rows that the rank receives which receives most; [T, K] of all ranks."""
+    counts = topk_idx[topk_idx >= 0].long().bincount(minlength=num_experts).tolist()
+    owned = (expert_range(num_experts, rank, ranks) for rank in range(ranks))
     return max(sum(counts[experts.start : experts.stop]) for experts in owned)
 
 
@@ -129,5 +130,5 @@ def share_of(problem: Problem, rank: int, ranks: int, group: dist.ProcessGroup |
         dy=tokens(problem.dy),
         group=group,
         most_tokens=-(-problem.tokens // ranks),
-        most_rows=_most_rows(problem, ranks),
+        most_rows=rows_of_busiest(problem.topk_idx, problem.shape.num_experts, ranks),
     )

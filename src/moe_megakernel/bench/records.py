@@ -3,38 +3,50 @@
 from __future__ import annotations
 
 import csv
+import functools
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
-class Row:
-    """One implementation, direction and mode of one problem.
-
-    gpu: a word, for instance h200; shape: slug; T: tokens of a rank; routing: see `routings`; impl, variant, version:
-    of the implementation; mode: eager, compiled or graph; cache: cold or hot; ms_*: milliseconds over `rounds` calls;
-    tflops: of 6 T K H I operations forward and 12 backward, without those of dropped routes; ratio_dense: over that of
-    dense in the same run, 0 without one; error: relative Frobenius error of the worst result against float32; host_us:
-    microseconds of a call on the host; *_bytes: see `memory.Memory`; -1 where nobody measured.
-    """
+class Machine:
+    """Where and when something was measured: the first columns of every file. gpu: a word, for instance h200."""
 
     gpu: str
     driver: str
     torch: str
     date: str
     commit: str
+
+
+@dataclass(frozen=True)
+class Origin(Machine):
+    """The same, and on which named shape. T: tokens of a rank, or of all ranks where a file's rows say so."""
+
     shape: str
     T: int
     H: int
     I: int  # noqa: E741
     E: int
     K: int
+
+
+@dataclass(frozen=True)
+class Row(Origin):
+    """One implementation, direction and mode of one problem.
+
+    shape: slug; T: tokens of a rank; routing: see `routings`; impl, variant, version:
+    of the implementation; mode: eager, compiled or graph; cache: cold or hot; ms_*: milliseconds over `rounds` calls;
+    tflops: of 6 T K H I operations forward and 12 backward, without those of dropped routes; ratio_dense: over that of
+    dense in the same run, 0 without one; error: relative Frobenius error of the worst result against float32; host_us:
+    microseconds of a call on the host; *_bytes: see `memory.Memory`; -1 where nobody measured.
+    """
+
     ranks: int
     routing: str
     direction: str
@@ -64,8 +76,9 @@ def gpu_word(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace("nvidia", "").strip().replace(" ", "-")
 
 
+@functools.cache
 def driver_version() -> str:
-    """As nvidia-smi says it, or an empty string."""
+    """As nvidia-smi says it, which takes its time, or an empty string."""
     return _first_word("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
@@ -82,27 +95,26 @@ def _first_word(*command: str) -> str:
     return found[0] if found else ""
 
 
-def origin(device: torch.device, commit: str, command: str) -> dict[str, Any]:
-    """The fields of a `Row` that say where it comes from, now and here."""
+def machine(device: torch.device, commit: str) -> dict[str, str]:
+    """The fields of `Machine`, now and here."""
     return {
         "gpu": gpu_word(device),
         "driver": driver_version() if device.type == "cuda" else "",
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit,
-        "command": command,
     }
 
 
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Adds rows to a file, with a heading where it is new.
+def append_rows(path: Path, rows: Sequence[Machine]) -> None:
+    """Adds rows of one kind to a file, with a heading where it is new.
 
     Raises:
         ValueError: the file is there and has other columns.
     """
-    names = [field.name for field in fields(Row)]
     if not rows:
         return
+    names = [field.name for field in fields(rows[0])]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
     if not new:

@@ -66,6 +66,7 @@ class Measured:
     problem: Problem
     rows: list[records.Row] = field(default_factory=list)
     absent: list[Absent] = field(default_factory=list)
+    memory: dict[tuple[str, str], Memory] = field(default_factory=dict)  # by implementation and variant
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _candidates(measured: Measured, expected: Expected, mode: str, options: Opti
         if reason:
             measured.absent.append(Absent(name, mode, reason, False))
             continue
-        found, fault = _everywhere(problem, partial(_checked, implementation, problem, expected, mode, options))
+        found, fault = _everywhere(problem, partial(_checked, implementation, measured, expected, mode, options))
         if fault:
             measured.absent.append(Absent(name, mode, fault, True))
         else:
@@ -158,9 +159,10 @@ def _gathered(problem: Problem, value: Any) -> list[Any]:
 
 
 def _checked(
-    implementation: Implementation, problem: Problem, expected: Expected, mode: str, options: Options
+    implementation: Implementation, measured: Measured, expected: Expected, mode: str, options: Options
 ) -> list[_Candidate]:
     """One candidate for each variant. Its numbers are right in this mode."""
+    problem = measured.problem
     candidates = []
     for variant in implementation.variants or ("",):
         bound = implementation.bind(problem, variant)
@@ -171,8 +173,11 @@ def _checked(
             error = max(check_numbers(expected, found).values())
             implementation.check()
             del found
-            if options.memory:
-                memory = measure_memory(bound, problem)
+            if options.memory:  # of eager steps, whatever the mode
+                key = (implementation.name, variant)
+                if key not in measured.memory:
+                    measured.memory[key] = measure_memory(bound, problem)
+                memory = measured.memory[key]
         candidates.append(_Candidate(implementation, bound, variant, error, memory))
     return candidates
 
@@ -250,7 +255,7 @@ def _row(
     routes_share = problem.routes / problem.topk_idx.numel()
     dense = times.get("dense")
     return records.Row(
-        **records.origin(problem.device, options.commit, options.command),
+        **records.machine(problem.device, options.commit),
         shape=shape.slug,
         T=problem.tokens,
         H=shape.hidden,
@@ -276,4 +281,5 @@ def _row(
         saved_bytes=candidate.memory.saved,
         workspace_bytes=candidate.memory.workspace,
         peak_bytes=candidate.memory.peak,
+        command=options.command,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from statistics import median
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -31,12 +32,6 @@ class Times(NamedTuple):
 
 def summary(spent: list[float]) -> Times:
     return Times(median(spent), min(spent), max(spent))
-
-
-def median(values: list[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class Flush:

@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from .words import some_of, words
+
 SHAPES = "bench-a,bench-b,bench-c,bench-d,bench-e,bench-f"
 IMPLS = "mega,staged,dense,torch_staged,sonic,liger,scattermoe"
 
@@ -50,7 +52,7 @@ def bench(
     from moe_megakernel.bench.ranks import rank_group
     from moe_megakernel.bench.routings import parse_routing
     from moe_megakernel.bench.run import Options, run
-    from moe_megakernel.shapes import find_shape
+    from moe_megakernel.shapes import benchmark_shapes, find_shape
 
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"expected cuda or cpu, got {device!r}", param_hint="--device")
@@ -58,11 +60,12 @@ def bench(
         raise typer.BadParameter("expected a CUDA device, got none; there is --device cpu", param_hint="--device")
     if cache not in ("cold", "hot"):
         raise typer.BadParameter(f"expected cold or hot, got {cache!r}", param_hint="--cache")
-    slugs = [f"bench-{name}" if len(name) == 1 else name for name in _words(shapes.lower(), "--shapes")]
+    letters = {letter.lower(): shape.slug for letter, shape in benchmark_shapes().items()}
+    slugs = [letters.get(name, name) for name in words(shapes.lower(), "--shapes")]
     try:
         for slug in slugs:
             find_shape(slug, "bench")
-        routings = tuple(parse_routing(word) for word in _words(routing, "--routing"))
+        routings = tuple(parse_routing(word) for word in words(routing, "--routing"))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with rank_group(device) as (group, place):
@@ -70,9 +73,9 @@ def bench(
             shapes=tuple(slugs),
             tokens=tuple(_number(word) for word in tokens.split(",") if word.strip()),
             routings=routings,
-            directions=_some(direction, modes.DIRECTIONS, "--direction"),
-            modes=_some(mode, modes.MODES, "--mode"),
-            impls=_some(impls, tuple(IMPLEMENTATIONS), "--impls"),
+            directions=tuple(some_of(direction, modes.DIRECTIONS, "--direction")),
+            modes=tuple(some_of(mode, modes.MODES, "--mode")),
+            impls=tuple(some_of(impls, IMPLEMENTATIONS, "--impls")),
             rounds=rounds,
             cold=cache == "cold",
             memory=memory,
@@ -103,21 +106,6 @@ def bench(
             typer.echo(f"rows are in {out}")
     if failed:
         raise typer.Exit(1)
-
-
-def _words(text: str, option: str) -> tuple[str, ...]:
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:
-        raise typer.BadParameter("expected at least one word, got none", param_hint=option)
-    return words
-
-
-def _some(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:
-    words = _words(text, option)
-    for word in words:
-        if word not in allowed:
-            raise typer.BadParameter(f"expected some of {', '.join(allowed)}, got {word!r}", param_hint=option)
-    return words
 
 
 def _number(word: str) -> int:

@@ -31,8 +31,8 @@ inline constexpr std::int32_t kGradTasks = 4;
 // Tasks of one expert's gradient, in segments of at most `segment_tiles` row tiles.
 MOE_HOST_DEVICE constexpr std::int32_t gradient_tasks(const GradTasks& tasks, std::int32_t segment_tiles) {
   const std::int32_t whole = tasks.rows / segment_tiles;
-  return whole * static_cast<std::int32_t>(tasks_of_segment(segment_tiles, tasks.columns)) +
-         static_cast<std::int32_t>(tasks_of_segment(tasks.rows - whole * segment_tiles, tasks.columns));
+  return whole * segment_tasks(segment_tiles, tasks.columns) +
+         segment_tasks(tasks.rows - whole * segment_tiles, tasks.columns);
 }
 
 struct BackwardShape {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..implementation import Bound, Implementation, whole_routes
 from ..problem import Problem
-from .torch_staged import COMBINES, Gather, Home, gated, grouped_mm, sort_routes
+from .torch_staged import COMBINES, Gather, Permute, gated, grouped_mm, inverse, sort_routes
 
 
 class Splits(NamedTuple):
@@ -48,21 +48,6 @@ def _exchange(rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-class Permute(torch.autograd.Function):
-    """Rows in another order. Backward is the other permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(order, place)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = grads
-        _, place = ctx.saved_tensors
-        return rows.index_select(0, place), None, None
-
-
 class Arrivals(NamedTuple):
     """order: of arrived rows by expert; place: the inverse; ends: int32 [L] of the rank's experts; splits."""
 
@@ -88,9 +73,7 @@ def exchange_counts(ends: Tensor, problem: Problem, group: dist.ProcessGroup) ->
     expert_of = torch.arange(len(owned), device=counts.device).repeat(ranks)
     experts = torch.repeat_interleave(expert_of, arriving.flatten().long(), output_size=sum(received))
     order = experts.sort(stable=True).indices
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return Arrivals(order, place, arriving.sum(0).cumsum(0).int(), Splits(sent, received))
+    return Arrivals(order, inverse(order), arriving.sum(0).cumsum(0).int(), Splits(sent, received))
 
 
 class NcclExchange(Implementation):
@@ -121,7 +104,7 @@ class NcclExchange(Implementation):
             x_rows = Permute.apply(rows, there.order, there.place)
             o_rows = grouped_mm(gated(grouped_mm(x_rows, w_gate_up, there.ends)), w_down, there.ends)
             home = AllToAll.apply(Permute.apply(o_rows, there.place, there.order), there.splits.back(), group)
-            return combine(Home.apply(home, order, place, shape.top_k), topk_weights)
+            return combine(Permute.apply(home, place, order).unflatten(0, (-1, shape.top_k)), topk_weights)
 
         return Bound(function, problem.leaves)
 

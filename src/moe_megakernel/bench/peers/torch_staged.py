@@ -39,9 +39,14 @@ def sort_routes(topk_idx: Tensor, num_experts: int) -> Sorted:
     ids, order = topk_idx.flatten().sort(stable=True)
     experts = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    return Sorted(order, inverse(order), ends)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes another: where each element of [R] has gone."""
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return Sorted(order, place, ends)
+    return place
 
 
 class Gather(torch.autograd.Function):
@@ -60,19 +65,19 @@ class Gather(torch.autograd.Function):
         return rows.index_select(0, place).view(-1, ctx.top_k, rows.shape[1]).sum(1), None, None, None
 
 
-class Home(torch.autograd.Function):
-    """Rows in the order of the experts -> [T, K, H]. A permutation, and backward is the other one."""
+class Permute(torch.autograd.Function):
+    """Rows [R, H] in another order. Backward is the other permutation, `inverse(order)`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, place).view(-1, top_k, rows.shape[1])
+    def forward(ctx: Any, rows: Tensor, order: Tensor, undo: Tensor) -> Tensor:
+        ctx.save_for_backward(undo)
+        return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (routes,) = grads
-        (order,) = ctx.saved_tensors
-        return routes.flatten(0, 1).index_select(0, order), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = grads
+        (undo,) = ctx.saved_tensors
+        return rows.index_select(0, undo), None, None
 
 
 def _sum_products(o_TKH: Tensor, weights: Tensor) -> Tensor:
@@ -113,6 +118,6 @@ class TorchStaged(Implementation):
             order, place, ends = sort_routes(topk_idx, num_experts)
             x_rows = Gather.apply(x, order, place, top_k)
             o_rows = grouped_mm(gated(grouped_mm(x_rows, w_gate_up, ends)), w_down, ends)
-            return combine(Home.apply(o_rows, order, place, top_k), topk_weights)
+            return combine(Permute.apply(o_rows, place, order).unflatten(0, (-1, top_k)), topk_weights)
 
         return Bound(function, problem.leaves)
