@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +144,22 @@ def test_saved_bytes() -> None:
     memory = measure_memory(bound("torch_staged", problem, "mul_sum"), problem)
     assert memory.saved >= x_rows + h + h // 2 + o_rows
     assert (memory.workspace, memory.peak) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["reference", "torch_staged"])
+def test_counting_saved_bytes_keeps_nothing(name: str) -> None:
+    """Of a forward whose result is an output that some operation saves."""
+    problem = small()
+    original, seen = bound(name, problem), []
+
+    def function(*leaves: Tensor) -> Tensor:
+        y = original.function(*leaves).tanh()
+        seen.append(weakref.ref(y))
+        return y
+
+    saved_bytes(replace(original, function=function), problem)
+    gc.collect()
+    assert [ref() for ref in seen] == [None]
 
 
 def test_local_experts_of_tokens_that_arrive_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,19 +30,24 @@ def mode_fault(implementation: Implementation, mode: str, device: torch.device) 
 
 def results(bound: Bound, dy: Tensor, mode: str) -> dict[str, Tensor]:
     """y and the gradients of the leaves in the problem's layout, of one step in that mode."""
-    function = _function(bound, mode)
-
-    def step() -> tuple[Tensor, ...]:
-        y = function(*bound.leaves)
-        return (y.detach(), *torch.autograd.grad(y, bound.leaves, dy))
-
     if mode == "graph":
-        graph, kept = _capture(lambda: step)
+        graph, kept = _capture(lambda: _step(_on_this_stream(bound), dy, mode))
         graph.replay()
         found = tuple(t.clone() for t in kept)
     else:
-        found = step()
+        found = _step(bound, dy, mode)()
     return dict(zip(("y", *LEAVES), (found[0], *bound.layout(found[1:])), strict=True))
+
+
+def _step(bound: Bound, dy: Tensor, mode: str) -> Callable[[], tuple[Tensor, ...]]:
+    """y and the gradients of the leaves."""
+    function, leaves = _function(bound, mode), bound.leaves
+
+    def step() -> tuple[Tensor, ...]:
+        y = function(*leaves)
+        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+
+    return step
 
 
 def make_call(bound: Bound | Yardstick, problem: Problem, direction: str, mode: str) -> Call:
@@ -89,12 +95,21 @@ def _function(bound: Bound, mode: str) -> Any:
 
 def _captured(bound: Bound | Yardstick, problem: Problem, direction: str) -> Call:
     """Replays of a call as one CUDA graph. What it returns lives in the graph's memory and is not given out."""
-    graph, kept = _capture(lambda: _plain(bound, problem, direction, "eager"))
+    graph, kept = _capture(lambda: _plain(_on_this_stream(bound), problem, direction, "eager"))
 
     def replay(kept: Any = kept) -> None:
         graph.replay()
 
     return replay
+
+
+def _on_this_stream(bound: Bound | Yardstick) -> Any:
+    """The same with leaves of its own on the same memory: a backward also waits for the stream on which a leaf was used
+    first, if what used it there is still alive, and a capture must not wait for a stream outside of it.
+    """
+    if isinstance(bound, Yardstick):
+        return bound
+    return replace(bound, leaves=tuple(t.detach().requires_grad_(t.requires_grad) for t in bound.leaves))
 
 
 def _capture(make: Callable[[], Call]) -> tuple[torch.cuda.CUDAGraph, Any]:
