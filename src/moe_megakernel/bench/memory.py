@@ -29,13 +29,16 @@ def saved_bytes(bound: Bound, problem: Problem) -> int:
     there = {t.untyped_storage().data_ptr() for t in (*bound.leaves, *problem.leaves, problem.topk_idx)}
     kept: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> None:
+    def pack(tensor: Tensor) -> Any:
         storage: Any = tensor.untyped_storage()
         if storage.data_ptr() not in there:
             kept[storage.data_ptr()] = storage.nbytes()
+        return None  # no backward follows; an output that is packed as itself holds its graph, for good
 
-    # Packed as nothing, since no backward follows: an output that is packed as itself holds its graph, for good.
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
+    def unpack(_: Any) -> Any:
+        raise AssertionError("nothing was kept")
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = bound.function(*bound.leaves)
         del y
     return sum(kept.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch
@@ -31,7 +31,7 @@ def mode_fault(implementation: Implementation, mode: str, device: torch.device) 
 def results(bound: Bound, dy: Tensor, mode: str) -> dict[str, Tensor]:
     """y and the gradients of the leaves in the problem's layout, of one step in that mode."""
     if mode == "graph":
-        graph, kept = _capture(lambda: _step(_on_this_stream(bound), dy, mode))
+        graph, _, kept = _capture(lambda: _step(_on_this_stream(bound), dy, mode))
         graph.replay()
         found = tuple(t.clone() for t in kept)
     else:
@@ -94,11 +94,14 @@ def _function(bound: Bound, mode: str) -> Any:
 
 
 def _captured(bound: Bound | Yardstick, problem: Problem, direction: str) -> Call:
-    """Replays of a call as one CUDA graph. What it returns lives in the graph's memory and is not given out."""
-    graph, kept = _capture(lambda: _plain(_on_this_stream(bound), problem, direction, "eager"))
+    """Replays of a call as one CUDA graph. What it returns lives in the graph's memory and is not given out.
 
-    def replay(kept: Any = kept) -> None:
-        graph.replay()
+    The call is kept, because what its forward has saved lies outside of that memory and is read by every replay.
+    """
+    kept = _capture(lambda: _plain(_on_this_stream(bound), problem, direction, "eager"))
+
+    def replay() -> None:
+        kept.graph.replay()
 
     return replay
 
@@ -112,8 +115,16 @@ def _on_this_stream(bound: Bound | Yardstick) -> Any:
     return replace(bound, leaves=tuple(t.detach().requires_grad_(t.requires_grad) for t in bound.leaves))
 
 
-def _capture(make: Callable[[], Call]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, and what the call has returned in it.
+class _Captured(NamedTuple):
+    """results: what the call has returned in the graph."""
+
+    graph: torch.cuda.CUDAGraph
+    call: Call
+    results: Any
+
+
+def _capture(make: Callable[[], Call]) -> _Captured:
+    """A graph of a call.
 
     All of it happens on the stream of the capture, what `make` runs before as well: autograd runs a backward where its
     forward ran.
@@ -127,5 +138,5 @@ def _capture(make: Callable[[], Call]) -> tuple[torch.cuda.CUDAGraph, Any]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = call()
-    return graph, kept
+        results = call()
+    return _Captured(graph, call, results)

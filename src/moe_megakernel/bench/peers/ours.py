@@ -19,6 +19,7 @@ class Ours(Implementation):
 
     def __init__(self, backend: str) -> None:
         self.name = backend
+        self.captures = backend != "reference"  # which reads the expert counts back
 
     def unfit(self, problem: Problem) -> str:
         device = problem.device
