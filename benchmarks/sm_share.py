@@ -1,7 +1,8 @@
 """A stream whose kernels run on a rank's own SMs of a shared GPU, by a CUDA green context.
 
-Processes under MPS are spread over all SMs as they come; with SMs of its own each works as a smaller GPU would. All
-ranks cut the GPU in the same way, so their shares are disjoint. Needs cuda-python (`pip install cuda-python`).
+Processes under MPS are spread over all SMs as they come; with SMs of its own each works as a smaller GPU would. Shares
+are whole GPCs where they can be, so that what the SMs of a GPC share is not shared with other processes. All ranks cut
+the GPU in the same way, so their shares are disjoint. Needs cuda-python (`pip install cuda-python`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 
+#: CU_DEV_SM_RESOURCE_SPLIT_MAX_POTENTIAL_CLUSTER_SIZE, of an enumeration that cuda-python has named differently.
+_WHOLE_GPCS = 2
 #: Green contexts and their streams of this process; both live as long as it does.
 _kept: list[Any] = []
 
@@ -41,7 +44,7 @@ def own_stream(rank: int, ranks: int, sms: int) -> torch.cuda.Stream:
     (device,) = checked("cuDeviceGet", driver.cuDeviceGet(torch.cuda.current_device()))
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     (whole,) = checked("cuDeviceGetDevResource", driver.cuDeviceGetDevResource(device, kind))
-    split = driver.cuDevSmResourceSplitByCount(ranks, whole, 0, sms)
+    split = driver.cuDevSmResourceSplitByCount(ranks, whole, _WHOLE_GPCS, sms)
     shares, count, _ = checked("cuDevSmResourceSplitByCount", split)
     if count < ranks:
         raise RuntimeError(

@@ -48,13 +48,28 @@ inline constexpr std::int64_t kRingBytes = std::int64_t{40} << 20;
 // Blocks whose rows those are.
 inline constexpr std::int64_t kRingSms = 128;
 
-// Row tiles of a segment: what the blocks work on at one time is about as many rows as columns, so that they read the
-// least through L2 (a tile is twice as broad as high). 16 for all SMs of an H200; 8 were 2 % faster on 32 SMs of a
-// device that four ranks share (D, 2026-12).
-constexpr std::int64_t segment_tiles_for(std::int64_t num_sms) {
+// Bytes of L2 for the dispatched rows of so many blocks.
+constexpr std::int64_t ring_bytes(std::int64_t num_sms) {
+  return kRingBytes * (num_sms < kRingSms ? num_sms : kRingSms) / kRingSms;
+}
+
+constexpr std::int64_t row_tile_bytes(std::int64_t hidden) { return kRowTile * hidden * 2; }
+
+// Row tiles that are worked on together: what the blocks work on at one time is about as many rows as columns, so that
+// they read the least through L2 (a tile is twice as broad as high). 16 for all SMs of an H200; 8 were 2 % faster on
+// 32 SMs of a device that four ranks share (D, 2026-12).
+constexpr std::int64_t square_tiles(std::int64_t num_sms) {
   std::int64_t tiles = 2;
   while ((tiles + 2) * (tiles + 2) <= 2 * num_sms) tiles += 2;
   return tiles;
+}
+
+// The same of a segment, whose rows are read again for every column: no more than L2 keeps meanwhile (6 instead of 8 on
+// 32 SMs: D 1 % faster; 4, where all fit but the weights are read once more: no faster, A 2 % slower; 2026-12).
+constexpr std::int64_t segment_tiles_for(std::int64_t hidden, std::int64_t num_sms) {
+  const std::int64_t square = square_tiles(num_sms);
+  const std::int64_t fitting = 2 * ceil_div(ring_bytes(num_sms), 2 * row_tile_bytes(hidden));
+  return fitting < square ? fitting : square;
 }
 
 struct ForwardChoice {
@@ -82,7 +97,8 @@ constexpr ForwardChoice choose_forward(const Problem& p, bool staged, std::int64
   Schedule& s = choice.schedule;
   s.num_clusters = num_sms / 2;
   s.waves = 2;
-  s.segment_tiles = segment_tiles_for(num_sms);
+  s.segment_tiles = segment_tiles_for(p.hidden, num_sms);
+  s.wgrad_tiles = square_tiles(num_sms);
   s.lag = 1;
   s.separate_stages = staged ? 1 : 0;
   const std::int64_t all = p.max_row_tiles() > 0 ? p.max_row_tiles() : 1;
@@ -90,9 +106,8 @@ constexpr ForwardChoice choose_forward(const Problem& p, bool staged, std::int64
   // come in bursts (F: 9 % faster with 64 slots than with 48; H200, 2026-12).
   // Fewer blocks take rows out more slowly, so that fewer need be there, down to what the longest segment needs; and
   // where they are some of several ranks' on one device, the rings of all share its L2.
-  const std::int64_t tile_bytes = kRowTile * p.hidden * 2;
   const std::int64_t part = num_sms < kRingSms ? num_sms : kRingSms;
-  const std::int64_t fitting = kRingBytes * part / (kRingSms * tile_bytes);
+  const std::int64_t fitting = ring_bytes(num_sms) / row_tile_bytes(p.hidden);
   const std::int64_t scaled = 3 * s.segment_tiles * part / kRingSms;
   const std::int64_t least = scaled < s.segment_tiles + 8 ? s.segment_tiles + 8 : scaled;
   const std::int64_t ring = fitting < least ? least : fitting > 8 * s.segment_tiles ? 8 * s.segment_tiles : fitting;

@@ -82,7 +82,7 @@ def edge_table() -> str:
 def sample_plans() -> list[PlanTables]:
     """Plans of both directions with every kind of wait in them, of four experts with 600 rows each."""
     problem = Problem(1, 0, 4, 1, 512, 512, True, 2400, 2400)
-    config = PlanConfig(problem, Tiling(), Schedule(num_clusters=1, waves=2, segment_tiles=2, lag=1))
+    config = PlanConfig(problem, Tiling(), Schedule(num_clusters=1, waves=2, segment_tiles=2, wgrad_tiles=2, lag=1))
     counts = torch.zeros(1, 4, 64, dtype=torch.int32)
     counts[:, :, :60] = 10
     forward = make_plan(config, counts, torch.tensor([2400]))

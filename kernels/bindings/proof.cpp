@@ -90,7 +90,7 @@ proof::Stats run_explorer(const char* op, const proof::RunOptions& run, proof::R
   return {};
 }
 
-// config [23] as plan_tables takes it, the rank unread; options [9] of ExploreOptions; slots of 0 are what the launches
+// config [24] as plan_tables takes it, the rank unread; options [9] of ExploreOptions; slots of 0 are what the launches
 // need at least, plus the spare ones. -> int64: steps, launches of all ranks, tasks, pieces, combines, accesses, row
 // tiles, slots of both rings, pieces and activations that took over a slot.
 Tensor explore(const Tensor& config, const Tensor& options, std::int64_t seed, std::int64_t launches,
@@ -105,7 +105,7 @@ Tensor explore(const Tensor& config, const Tensor& options, std::int64_t seed, s
                    0);
 }
 
-// A run without fault, with the log of one rank and launch -> what check_log takes: records [N, 8], config [23], launch
+// A run without fault, with the log of one rank and launch -> what check_log takes: records [N, 8], config [24], launch
 // [4], expert_offsets [L + 1].
 std::tuple<Tensor, Tensor, Tensor, Tensor> explore_log(const Tensor& config, const Tensor& options, std::int64_t seed,
                                                        std::int64_t launches, const std::string& scheduler,
@@ -165,7 +165,7 @@ Numbers read_offsets(const PlanConfig& config, const Tensor& expert_offsets) {
   return Numbers(values, values + size);
 }
 
-// records int64 [N, 8] of LogRecord; config [23] of the rank, its rings as they were; launch [4]: direction, mask of
+// records int64 [N, 8] of LogRecord; config [24] of the rank, its rings as they were; launch [4]: direction, mask of
 // needs, tokens of the rank and generation; expert_offsets [L + 1]; num_combiners of proof/check_log.h. Returns why the
 // log is rejected, or "".
 std::string check_log(const Tensor& records, const Tensor& config, const Tensor& launch, const Tensor& expert_offsets,

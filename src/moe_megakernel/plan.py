@@ -71,13 +71,15 @@ class Schedule:
 
     num_clusters: resident clusters of two blocks that the order is made for. waves: a minibatch has at least this many
     gate_up tasks for each cluster. segment_tiles: row tiles of one expert that are worked on together at most, even.
-    lag: down tasks of minibatch q follow the gate_up tasks of minibatch q + lag. x_slots, a_slots: row tiles of the
-    rings, 0 for as many as needed. separate_stages: all gate_up tasks before all down tasks.
+    wgrad_tiles: the same of one expert's weight gradient. lag: down tasks of minibatch q follow the gate_up tasks of
+    minibatch q + lag. x_slots, a_slots: row tiles of the rings, 0 for as many as needed. separate_stages: all gate_up
+    tasks before all down tasks.
     """
 
     num_clusters: int = 66
     waves: int = 2
     segment_tiles: int = 8
+    wgrad_tiles: int = 8
     lag: int = 1
     x_slots: int = 0
     a_slots: int = 0

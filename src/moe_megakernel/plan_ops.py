@@ -20,7 +20,7 @@ from .reference.route import TOKEN_CLASSES
 from .schemas import lib
 
 #: Fields of the config tensor, of an edge, and of a record (see `plan.PlanTables`).
-NUM_CONFIG_FIELDS = 23
+NUM_CONFIG_FIELDS = 24
 NUM_EDGE_FIELDS = 10
 NUM_RECORD_FIELDS = 7
 

@@ -81,6 +81,7 @@ Case draw_case(std::uint64_t seed, std::int64_t num_ranks) {
   c.config.schedule = {1 + below(below(2) == 0 ? 4 : 100),
                        1 + below(4),
                        2 * (1 + below(below(2) == 0 ? 4 : 100)),
+                       2 * (1 + below(10)),
                        below(5),
                        0,
                        0,
@@ -325,7 +326,7 @@ void test_long_chains_of_minibatches() {
     p.width = 200;
     p.max_tokens = 200 * 15 * 256;
     p.row_capacity = p.max_tokens;
-    c.config.schedule = {clusters, 1, 2, 2, 0, 0, 0};
+    c.config.schedule = {clusters, 1, 2, 2, 2, 0, 0, 0};
     std::vector<std::int32_t> counts(size_of(200 * 64), 60);  // 30 row tiles an expert
     for (std::size_t i = 0; i < counts.size(); i += 3) counts[i] = 0;
     PlanMemory memory(c, true);

@@ -136,7 +136,7 @@ moe::PlanConfig random_config(std::mt19937_64& random) {
   config.tiling = {128 * draw(1, 2), draw(16, 200), 128 * draw(1, 3),
                    draw(64, 256),    draw(64, 256), std::int64_t{1} << draw(0, 7),
                    draw(1, 64)};
-  config.schedule = {draw(1, 6), draw(1, 3), 2 * draw(1, 4), draw(0, 3), 0, 0, draw(0, 4) == 0};
+  config.schedule = {draw(1, 6), draw(1, 3), 2 * draw(1, 4), 2 * draw(1, 4), draw(0, 3), 0, 0, draw(0, 4) == 0};
   return config;
 }
 
@@ -183,7 +183,7 @@ void test_largest_config() {
   MOE_CHECK_EQUAL(moe::config_fault(values), std::string());
   const std::int64_t top = moe::kMaxIndex, extent = moe::kMaxExtent;
   moe::PlanConfig config{{1, 0, moe::kMaxExperts, 1, extent, extent, 1, top, top}, {128, 1, 128, 16, 16, 128, 1}, {}};
-  config.schedule = {extent, extent, extent, extent, extent, extent, 0};
+  config.schedule = {extent, extent, extent, extent, extent, extent, extent, 0};
   MOE_CHECK_EQUAL(moe::config_fault(config).find("expected tiles large enough"), std::size_t{0});
   config.tiling = {extent, extent, extent, extent, extent, 128, 64};
   MOE_CHECK_EQUAL(moe::config_fault(config).find("expected tiles large enough"), std::size_t{0});  // bias gradients

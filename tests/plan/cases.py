@@ -104,6 +104,7 @@ def make_case(seed: int, max_ranks: int = 8, max_tokens: int = 1500, max_experts
         segment_tiles=2 * int(random.integers(1, 4)),
         lag=int(random.integers(0, 4)),
         separate_stages=bool(random.random() < 0.15),
+        wgrad_tiles=2 * int(random.integers(1, 4)),
     )
     problem = Problem(
         num_ranks=ranks,

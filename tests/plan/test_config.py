@@ -65,6 +65,7 @@ def case() -> Case:
         ("waves", 0, r"waves in \[1, 1048576\], got 0"),
         ("segment_tiles", 0, r"segment_tiles a multiple of 2 in \[2, 1048576\], got 0"),
         ("segment_tiles", 3, r"segment_tiles a multiple of 2 in \[2, 1048576\], got 3"),
+        ("wgrad_tiles", 3, r"wgrad_tiles a multiple of 2 in \[2, 1048576\], got 3"),
         ("lag", -1, r"lag in \[0, 1048576\], got -1"),
         ("x_slots", -1, r"x_slots in \[0, 1048576\], got -1"),
         ("x_slots", 1, r"x_slots >= \d+ \(or 0: as many as needed\), got 1"),
@@ -102,7 +103,7 @@ def test_refused_tensors(case: Case) -> None:
         with pytest.raises(RuntimeError, match=f"moe::plan_tables: {message}"):
             torch.ops.moe.plan_tables(*arguments)
 
-    refused("config: expected a contiguous int64 tensor of 23 element", counts, tokens, config[:-1].clone(), 0, 0)
+    refused("config: expected a contiguous int64 tensor of 24 element", counts, tokens, config[:-1].clone(), 0, 0)
     refused("config: expected a contiguous int64 tensor", counts, tokens, config.int(), 0, 0)
     refused(r"direction: expected 0 \(forward\) or 1 \(backward\), got 2", counts, tokens, config, 2, 0)
     refused("needs: expected a mask of 7 bits, got 128", counts, tokens, config, 1, 128)

@@ -66,26 +66,42 @@ def test_tokens_only_size_rings(shape: tuple[int, int, int, int]) -> None:
         assert without_rings(config_of(shape, tokens=tokens)) == expected
 
 
-#: By SMs: tiles are twice as broad as high, so a segment of n row tiles makes a square with n / 2 columns.
-SEGMENT_TILES = {2: 2, 8: 4, 32: 8, 64: 10, 128: 16, 132: 16, 148: 16}
+#: By SMs: tiles are twice as broad as high, so n row tiles make a square with n / 2 columns.
+SQUARE_TILES = {2: 2, 8: 4, 32: 8, 64: 10, 128: 16, 132: 16, 148: 16}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sms_only_size_the_order_and_its_rings(shape: tuple[int, int, int, int]) -> None:
     expected = config_of(shape)
     rings = []
-    for num_sms in SEGMENT_TILES:
+    for num_sms, square in SQUARE_TILES.items():
         found = config_of(shape, num_sms=num_sms)
         assert found.schedule.num_clusters == num_sms // 2
         assert found.schedule.x_slots >= min(found.schedule.segment_tiles, expected.schedule.x_slots)
         rings.append(found.schedule.x_slots)
-        assert found.schedule.segment_tiles == SEGMENT_TILES[num_sms]
-        sized = {
-            name: getattr(expected.schedule, name) for name in ("num_clusters", "segment_tiles", "x_slots", "a_slots")
-        }
+        assert found.schedule.wgrad_tiles == square
+        assert 2 <= found.schedule.segment_tiles <= square
+        names = ("num_clusters", "segment_tiles", "wgrad_tiles", "x_slots", "a_slots")
+        sized = {name: getattr(expected.schedule, name) for name in names}
         assert replace(found, schedule=replace(found.schedule, **sized)) == expected
     assert rings == sorted(rings)
     assert set(rings[4:]) == {expected.schedule.x_slots}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_sms", "tiles"),
+    [
+        *((2048, num_sms, square) for num_sms, square in SQUARE_TILES.items()),
+        *((7168, num_sms, tiles) for num_sms, tiles in {2: 2, 8: 2, 16: 4, 32: 6, 64: 10, 132: 16}.items()),
+        *((65536, num_sms, 2) for num_sms in (2, 8, 32, 64)),
+        *((65536, num_sms, 4) for num_sms in (128, 132)),
+        (1 << 20, 132, 2),
+    ],
+)
+def test_the_rows_of_a_segment_stay_in_the_cache(hidden: int, num_sms: int, tiles: int) -> None:
+    """40 MiB of it for 128 SMs or more, in pairs of row tiles that have begun to fit; no more than a square."""
+    found = config_of((48, hidden, 2048, 8), num_sms=num_sms)
+    assert found.schedule.segment_tiles == tiles
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -166,7 +166,7 @@ def test_weight_tiles_are_shared_by_neighbours(case: Case) -> None:
 def test_weight_gradients_go_expert_by_expert_in_segments(case: Case) -> None:
     """As tile tasks: all row tiles of a segment for one column, then the next column."""
     tasks = case.plan(Direction.BACKWARD, GradNeeds()).tasks.tolist()
-    most = case.config.schedule.segment_tiles
+    most = case.config.schedule.wgrad_tiles
     for kind in WGRADS:
         keys = [(expert, row // most, column, row) for k, expert, row, column, _ in tasks if k == kind]
         assert keys == sorted(keys)

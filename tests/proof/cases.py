@@ -55,6 +55,7 @@ def draw_case(seed: int) -> Case:
         segment_tiles=r.choice([2, 4, 6]),
         lag=r.randint(0, 2),
         separate_stages=r.random() < 0.1,
+        wgrad_tiles=r.choice([2, 4, 6]),
     )
     options = Options(
         clusters=r.randint(1, 4),
@@ -70,5 +71,5 @@ def busy_case(ranks: int = 4, clusters: int = 2) -> Case:
     """A case in which every edge of the table is used: rings that turn over, forward and backward, all gradients."""
     layer = problem(ranks, experts=2 * ranks, top_k=2, max_tokens=300, hidden=128, width=256, gated=True)
     tiling = Tiling(hidden_columns=64, wgrad_columns=128, piece_rows=64, combine_tokens=32)
-    schedule = Schedule(num_clusters=1, waves=2, segment_tiles=4, lag=1)
+    schedule = Schedule(num_clusters=1, waves=2, segment_tiles=4, wgrad_tiles=4, lag=1)
     return Case(PlanConfig(layer, tiling, schedule), Options(clusters=clusters, directions=3, needs=63))

@@ -234,7 +234,7 @@ def test_arguments_are_refused_in_words() -> None:
         r"moe::check_log: expert_offsets: expected 0 to 0 for expert 0, got 1",
         expert_offsets=log.expert_offsets * 0 + 1,
     )
-    refuse(r"moe::check_log: config: expected a contiguous int64 tensor of 23", config=log.config[:22].clone())
+    refuse(r"moe::check_log: config: expected a contiguous int64 tensor of 24", config=log.config[:23].clone())
     case = busy_case(RANKS, CLUSTERS)
     with pytest.raises(RuntimeError, match=r"moe::explore_log: launch: expected 0 to 3, got 4"):
         explore_log(case.config, case.options, 0, LAUNCHES, 4, 0)

@@ -53,6 +53,7 @@ inline constexpr ConfigField kConfigFields[] = {
     {"num_clusters", 1, kMaxExtent, 1},
     {"waves", 1, kMaxExtent, 1},
     {"segment_tiles", 2, kMaxExtent, 2},
+    {"wgrad_tiles", 2, kMaxExtent, 2},
     {"lag", 0, kMaxExtent, 1},
     {"x_slots", 0, kMaxExtent, 1},
     {"a_slots", 0, kMaxExtent, 1},

@@ -56,7 +56,7 @@ MOE_HOST_DEVICE constexpr BackwardShape backward_shape(const Problem& p, const T
   return {needs,
           static_cast<std::int32_t>(t.dgrad_tiles(p)),
           static_cast<std::int32_t>(tasks_of_segment(segment_tiles, t.dgrad_tiles(p))),
-          static_cast<std::int32_t>(s.segment_tiles),
+          static_cast<std::int32_t>(s.wgrad_tiles),
           {bias(TaskKind::kBiasDown, needs.bias_down), bias(TaskKind::kBiasGateUp, needs.bias_gate_up),
            weight(TaskKind::kWgradDown, needs.w_down), weight(TaskKind::kWgradGateUp, needs.w_gate_up)}};
 }

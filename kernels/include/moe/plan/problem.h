@@ -77,6 +77,7 @@ struct Schedule {
   std::int64_t num_clusters;   // resident clusters of two blocks that the order is made for; never needed for progress
   std::int64_t waves;          // a minibatch has at least this many gate_up tasks for each cluster (2 or more)
   std::int64_t segment_tiles;  // row tiles of one expert that are worked on together, at most; even
+  std::int64_t wgrad_tiles;    // row tiles of one expert's weight gradient that are, at most; even
   std::int64_t lag;            // down tasks of minibatch q follow the gate_up tasks of minibatch q + lag (0: unlagged)
   std::int64_t x_slots;        // row tiles the ring of dispatched rows holds
   std::int64_t a_slots;        // row tiles the ring of activations holds

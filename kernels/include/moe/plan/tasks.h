@@ -191,9 +191,9 @@ MOE_HOST_DEVICE inline void add_wgrad(TaskKind kind, const Problem& p, const Til
   const std::int64_t rows = wgrad_row_tiles(kind, p, t);
   const std::int64_t columns = column_tiles(kind, p, t);
   for (std::int64_t e = 0; e < p.local_experts(); ++e) {
-    for (std::int64_t begin = 0; begin < rows; begin += s.segment_tiles) {
+    for (std::int64_t begin = 0; begin < rows; begin += s.wgrad_tiles) {
       const std::int64_t left = rows - begin;
-      add_segment(kind, e, begin, left < s.segment_tiles ? left : s.segment_tiles, columns, list);
+      add_segment(kind, e, begin, left < s.wgrad_tiles ? left : s.wgrad_tiles, columns, list);
     }
   }
 }
