@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,39 @@ class Broken(Wrong):
         raise KeyError("no such kernel")
 
 
+class Overwrites(torch.autograd.Function):
+    """The identity; backward overwrites what forward has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y.clone())
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        saved.copy_(grads[0])
+        return saved
+
+
+class Once(Implementation):
+    """A backward that runs once, and says so or not."""
+
+    def __init__(self, says_so: bool) -> None:
+        self.name = "once" if says_so else "undeclared"
+        self.forwards = 0
+
+    def bind(self, problem: Problem, variant: str = "") -> Bound:
+        right = IMPLEMENTATIONS["torch_staged"].bind(problem)
+        assert isinstance(right, Bound)
+
+        def function(*leaves: Tensor) -> Tensor:
+            self.forwards += 1
+            return Overwrites.apply(right.function(*leaves))
+
+        return replace(right, function=function, repeats=self.name != "once")
+
+
 class Absent(Wrong):
     """Needs what nobody has."""
 
@@ -80,7 +114,7 @@ class Absent(Wrong):
 
 @pytest.fixture
 def _others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in (Wrong(), Broken(), Absent()):
+    for made in (Wrong(), Broken(), Absent(), Once(True), Once(False)):
         monkeypatch.setitem(IMPLEMENTATIONS, made.name, made)
 
 
@@ -141,6 +175,20 @@ def test_others_go_on() -> None:
         lines[2] == "absent: needs the package no-such-package: ModuleNotFoundError: No module named 'no_such_module'"
     )
     assert lines[-1] == "torch_staged (graph): CUDA graphs need a CUDA device"
+
+
+@pytest.mark.usefixtures("_others")
+def test_a_backward_that_runs_once_gets_a_forward_before_each_call() -> None:
+    options = replace(OPTIONS, impls=("once", "undeclared", "torch_staged"), directions=("backward",), memory=False)
+    (measured,) = run.run(options)
+    assert [row.impl for row in measured.rows] == ["once", "torch_staged"]
+    (absent,) = measured.absent
+    assert (absent.impl, absent.fault) == ("undeclared", True)
+    assert "modified by an inplace operation" in absent.reason
+    once = IMPLEMENTATIONS["once"]
+    assert isinstance(once, Once)
+    # The numbers, twice to see that it runs, and what is timed.
+    assert once.forwards == 1 + 2 + timing.WARM_UP + OPTIONS.rounds + timing.HOST_CALLS
 
 
 def test_table() -> None:

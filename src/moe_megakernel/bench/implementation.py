@@ -21,6 +21,32 @@ from .problem import Problem
 Call = Callable[[], Any]
 
 
+class PreparedCall:
+    """A call that needs something before each time that is not part of it."""
+
+    def __init__(self, before: Call, call: Callable[[Any], Any]) -> None:
+        self._before, self._call = before, call
+        self._ready: list[Any] = []
+
+    def prepare(self) -> None:
+        self._ready = [self._before()]
+
+    def __call__(self) -> Any:
+        return self._call(self._ready.pop())
+
+
+def prepare(call: Call) -> None:
+    """Before each time of a call."""
+    if isinstance(call, PreparedCall):
+        call.prepare()
+
+
+def prepared(call: Call) -> Any:
+    """What the call returns, with what it needs before."""
+    prepare(call)
+    return call()
+
+
 def same(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Gradients of leaves that have the problem's layout."""
     return gradients
@@ -34,11 +60,13 @@ class Bound:
     leaves: x, topk_weights, w_gate_up, w_down, in whatever layout the implementation takes them; no copies where a view
         will do.
     layout: gradients of `leaves` in the problem's layout.
+    repeats: whether backward leaves what forward saved as it was, and may run again.
     """
 
     function: Callable[..., Tensor]
     leaves: tuple[Tensor, ...]
     layout: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = same
+    repeats: bool = True
 
 
 @dataclass(frozen=True)

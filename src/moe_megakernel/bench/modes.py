@@ -10,7 +10,7 @@ import torch
 import torch._functorch.config as functorch
 from torch import Tensor
 
-from .implementation import Bound, Call, Implementation, Yardstick
+from .implementation import Bound, Call, Implementation, PreparedCall, Yardstick
 from .problem import LEAVES, Problem
 
 DIRECTIONS = ("forward", "backward", "both")
@@ -53,7 +53,8 @@ def _step(bound: Bound, dy: Tensor, mode: str) -> Callable[[], tuple[Tensor, ...
 def make_call(bound: Bound | Yardstick, problem: Problem, direction: str, mode: str) -> Call:
     """A call without arguments that does one step, or one direction of it.
 
-    Backward alone is `torch.autograd.grad` of a forward that has run, whose graph is kept from call to call.
+    Backward alone is `torch.autograd.grad` of a forward that has run, whose graph is kept from call to call; of one that
+    does not repeat, a forward belongs before each call (`implementation.prepare`).
     """
     if mode == "graph":
         return _captured(bound, problem, direction)
@@ -72,6 +73,8 @@ def _call(bound: Bound, dy: Tensor, direction: str, mode: str) -> Call:
         return lambda: function(*leaves)
     if direction == "both":
         return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
+    if not bound.repeats:
+        return PreparedCall(lambda: function(*leaves), lambda y: torch.autograd.grad(y, leaves, dy))
     y = function(*leaves)
     return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 

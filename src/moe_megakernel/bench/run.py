@@ -18,7 +18,7 @@ from ..shapes import Shape, find_shape
 from . import modes, records
 from .expected import Expected, check_numbers, make_expected
 from .faults import one_line
-from .implementation import Bound, Call, Implementation, Yardstick
+from .implementation import Bound, Call, Implementation, Yardstick, prepared
 from .memory import Memory, measure_memory
 from .peers import IMPLEMENTATIONS
 from .problem import Problem, make_problem, share_of
@@ -207,9 +207,10 @@ def _rows(
 
 
 def _called(candidate: _Candidate, problem: Problem, direction: str, mode: str) -> Call:
-    """Run once, so that what fails at the first call fails here."""
+    """Run twice, so that what fails at the first call or does not repeat fails here."""
     call = modes.make_call(candidate.bound, problem, direction, mode)
-    call()
+    for _ in range(2):
+        prepared(call)
     if problem.device.type == "cuda":
         torch.cuda.synchronize()
     candidate.implementation.check()

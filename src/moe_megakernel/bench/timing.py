@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .implementation import Call
+from .implementation import Call, prepare, prepared
 
 #: Bytes written and read before a call with cold caches, several times the 50 MB of an H200's second-level cache.
 FLUSH_BYTES = 256 << 20
@@ -91,13 +91,14 @@ def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device, co
     flush = Flush(device) if cold else None
     for call in calls.values():
         for _ in range(WARM_UP):
-            call()
+            prepared(call)
     names, clock = list(calls), _Clock(device)
     spent: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         order = [names[(number + i) % len(names)] for i in range(len(names))]
         at_once = []
         for name in order:
+            prepare(calls[name])
             if flush is not None:
                 flush()
             at_once.append(clock.time(calls[name]))
@@ -118,6 +119,7 @@ def host_time(call: Call, device: torch.device) -> float:
         for number in range(HOST_CALLS):
             if number % CALLS_PER_WAIT == 0:
                 synchronize(device)
+            prepare(call)
             begin = perf_counter_ns()
             result = call()
             spent.append((perf_counter_ns() - begin) / 1e3)

@@ -33,4 +33,4 @@ class ScatterMoE(Implementation):
             weights = topk_weights.to(x.dtype)
             return parallel_linear(gated(h), w_down.mT, 1, by_expert, routes, ends, gates=weights, grouped_in=True)
 
-        return Bound(function, problem.leaves)
+        return Bound(function, problem.leaves, repeats=False)  # backward overwrites the rows that forward has saved
