@@ -53,8 +53,8 @@ def _step(bound: Bound, dy: Tensor, mode: str) -> Callable[[], tuple[Tensor, ...
 def make_call(bound: Bound | Yardstick, problem: Problem, direction: str, mode: str) -> Call:
     """A call without arguments that does one step, or one direction of it.
 
-    Backward alone is `torch.autograd.grad` of a forward that has run, whose graph is kept from call to call; of one that
-    does not repeat, a forward belongs before each call (`implementation.prepare`).
+    Backward alone is `torch.autograd.grad` of a forward that has run, whose graph is kept from call to call; where that
+    does not work, a forward belongs before each call (`implementation.prepare`).
     """
     if mode == "graph":
         return _captured(bound, problem, direction)
