@@ -2,11 +2,13 @@
 
 Blocks between `<!-- results NAME -->` and `<!-- end -->` in README.md and docs/benchmarks.md are rewritten; a test
 compares them. Of rows that measure the same, the latest counts; ratios are taken between rows of one run only (same
-date, commit and command). Nothing here knows a figure: what is not in a file is not in a table.
+date, commit and command). What others have published has a file and a table of its own. Nothing here knows a figure:
+what is not in a file is not in a table.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +18,8 @@ from moe_megakernel.shapes import SHAPES, benchmark_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+#: What others say of themselves: nothing that was measured here.
+PUBLISHED = RESULTS / "published.csv"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 IMAGES = ROOT / "docs" / "images"
 #: In tables and plots, in this order; others follow by name.
@@ -165,12 +169,25 @@ def mode_table(rows: list[Row]) -> str:
     return _table(heading, lines) if lines else ""
 
 
+def published_table(rows: list[Row]) -> str:
+    """Figures of others, each with its source; `rows`, which are measured, have no part in it."""
+    del rows
+    with PUBLISHED.open(newline="") as file:
+        lines = [
+            [line["impl"], line["gpu"], line["shape"], line["T"], line["direction"], line["tflops"]]
+            + [f"[{line['how']}]({line['source']})"]
+            for line in csv.DictReader(file)
+        ]
+    return _table(["published", "GPU", "shape", "T", "direction", "TFLOP/s", "source"], lines) if lines else ""
+
+
 BLOCKS: dict[str, Callable[[list[Row]], str]] = {
     "headline": headline,
     "rates": rate_tables,
     "tokens": token_table,
     "steps": step_table,
     "modes": mode_table,
+    "published": published_table,
 }
 _BLOCK = re.compile(r"(<!-- results (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -38,6 +38,16 @@ def test_the_latest_row_counts(results: ModuleType, tmp_path: Path) -> None:
     assert found == [("b200", "mega", 2.0), ("h200", "mega", 1.0), ("h200", "dense", 2.0)]
 
 
+def test_what_others_publish_stands_apart(results: ModuleType) -> None:
+    """Each with a source; the measured tables do not know it."""
+    lines = results.published_table([A]).splitlines()[2:]
+    assert len(lines) >= 4
+    assert all("](https://" in line for line in lines)
+    assert results.published_table([]) == results.published_table([A])
+    measured = [block(results.all_rows()) for name, block in results.BLOCKS.items() if name != "published"]
+    assert not any("LigerCute" in text for text in measured)
+
+
 def test_tables(results: ModuleType, tmp_path: Path) -> None:
     rows = [
         A,
