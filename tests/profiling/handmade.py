@@ -50,8 +50,12 @@ class Trace:
         self._add(kind, name, start, end, pid=device, tid=stream, **args)
         return correlation
 
-    def op(self, name: str, start: float, end: float, thread: int = 1) -> None:
-        self._add("cpu_op", name, start, end, pid=1, tid=thread)
+    def op(
+        self, name: str, start: float, end: float, thread: int = 1, sequence: int | None = None, forward_thread: int = 0
+    ) -> None:
+        """`sequence`: autograd's number of the op, or of the one whose gradient it is, run on `forward_thread`."""
+        numbers = {} if sequence is None else {"Sequence number": sequence, "Fwd thread id": forward_thread}
+        self._add("cpu_op", name, start, end, pid=1, tid=thread, **numbers)
 
     def range(self, name: str, start: float, end: float, thread: int = 1) -> None:
         self._add("user_annotation", name, start, end, pid=1, tid=thread)

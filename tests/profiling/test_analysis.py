@@ -161,6 +161,50 @@ def test_surroundings_are_of_the_launching_thread(analyse):
     assert row.moe_ms == 0.06
 
 
+def test_a_backward_has_the_part_of_its_forward(analyse):
+    """Autograd's thread is outside of all ranges; numbers tell whose gradient an op is."""
+    trace = Trace()
+    trace.range("experts", 0, 10)
+    trace.op("aten::linear", 1, 9, sequence=7)
+    trace.op("aten::mm", 2, 8, sequence=7)
+    trace.kernel(GEMM, 100, 110, launch=(3, 4))
+    trace.op("aten::mm", 12, 14, sequence=8)  # outside of the range
+    trace.kernel(GEMM, 110, 130, launch=(13, 14))
+    for start, sequence in ((20, 8), (30, 7), (40, 9)):  # nothing has number 9
+        name = "autograd::engine::evaluate_function: MmBackward0"
+        trace.op(name, start, start + 9, thread=2, sequence=sequence, forward_thread=1)
+        trace.kernel(GEMM, 10 * start, 10 * start + sequence, launch=(start + 1, start + 2), thread=2)
+    row = analyse(trace)
+    assert row.moe["expert_gemm"].count == 2
+    assert row.moe["expert_gemm"].time_ms == pytest.approx(0.010 + 0.007)
+    assert row.moe_ms == row.moe["expert_gemm"].time_ms
+
+
+def test_the_last_forward_of_a_number_counts(analyse):
+    """Numbers count by thread: another thread may have used one before, or use it later."""
+    trace = Trace()
+    for start, name in ((0, "router"), (20, "experts"), (60, "router")):
+        trace.range(name, start, start + 10, thread=start)
+        trace.op("aten::mm", start + 1, start + 9, thread=start, sequence=5)
+    trace.op("MmBackward0", 40, 50, thread=9, sequence=5, forward_thread=3)
+    trace.kernel(GEMM, 100, 150, launch=(41, 42), thread=9)
+    assert analyse(trace).moe["expert_gemm"].time_ms == pytest.approx(0.05)
+
+
+def test_what_a_backward_says_itself_comes_first(analyse):
+    """Of the forward only the part is taken, not the class, and only where nothing else tells it."""
+    trace = Trace()
+    trace.range("moe.dispatch", 0, 10)
+    trace.op("aten::mm", 1, 9, sequence=5)
+    trace.range("moe.combine", 20, 50, thread=2)
+    trace.op("MmBackward0", 21, 49, thread=2, sequence=5, forward_thread=1)
+    trace.kernel(ADD, 100, 150, launch=(30, 31), thread=2)
+    row = analyse(trace)
+    assert row.moe["combine"].time_ms == pytest.approx(0.05)
+    assert row.moe["dispatch"].count == 0
+    assert row.classes["other"].count == 1
+
+
 def test_several_devices_are_several_rows(tmp_path):
     trace = Trace(rank=3)
     trace.kernel(GEMM, 0, 100, device=1)

@@ -45,6 +45,23 @@ def test_the_layer_is_seen():
     assert row.moe_ms <= row.busy_ms
 
 
+def test_backward_of_ranges_is_seen():
+    """Products of a real trace belong to the range that the forward ran in, backward ones too."""
+    x = torch.randn(64, 128, requires_grad=True)
+    experts, head = torch.nn.Linear(128, 256), torch.nn.Linear(256, 512)
+    with moe_megakernel.profile() as p:
+        with torch.profiler.record_function("experts"):
+            h = experts(x)
+        with torch.profiler.record_function("shared_experts"):
+            y = head(h)
+        y.sum().backward()
+    (row,) = p.report.rows
+    parts = row.moe["expert_gemm"].count, row.moe["rest"].count
+    assert min(parts) >= 3, "a product forward, two backward"
+    # Beside products the range of the shared experts has sums for the bias, and the views that its backward makes.
+    assert sum(parts) >= row.classes["gemm"].count >= 6
+
+
 def test_steps_are_what_is_reported():
     with moe_megakernel.profile() as p:
         products(20)

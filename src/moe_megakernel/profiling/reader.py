@@ -1,7 +1,7 @@
 """From a trace file of torch.profiler (Kineto JSON) to columns of the events that the analysis needs.
 
-Everything else - Python stacks, flow arrows, memory events, arguments - is dropped while reading, so that memory
-follows the number of kernels and ops (about 40 bytes each) and not the size of the file. `work.py` takes the columns.
+Everything else - Python stacks, flow arrows, memory events, most arguments - is dropped while reading, so that memory
+follows the number of kernels and ops (about 50 bytes each) and not the size of the file. `work.py` takes the columns.
 
 The format: an object with `traceEvents` and a head (`distributedInfo`, `deviceProperties`, ...), or the events alone as
 an array, as Chrome's trace viewer defines them; each complete event has `ph` "X", `ts` and `dur` in microseconds. Kinds
@@ -66,7 +66,9 @@ class Trace:
 
     `device`: kernels, copies and memsets with `device`, `stream` and `correlation` (-1: none). `calls`: host calls into
     the CUDA run-time or driver, with `correlation` and `thread`. `ops` and `ranges`: PyTorch's ops and
-    `record_function` ranges, with `thread`. Times count from `origin`, nanoseconds of the trace's own clock.
+    `record_function` ranges, with `thread`. An op that autograd has numbered also has its `sequence` (-1: none), under
+    which its backward runs; `forward_thread` is above 0 where it is that backward. Times count from `origin`,
+    nanoseconds of the trace's own clock.
     """
 
     path: Path
@@ -78,7 +80,7 @@ class Trace:
     threads: list[tuple[Any, Any]] = field(default_factory=list)
     device: Columns = field(default_factory=lambda: Columns("device", "stream", "correlation"))
     calls: Columns = field(default_factory=lambda: Columns("correlation", "thread"))
-    ops: Columns = field(default_factory=lambda: Columns("thread"))
+    ops: Columns = field(default_factory=lambda: Columns("thread", "sequence", "forward_thread"))
     ranges: Columns = field(default_factory=lambda: Columns("thread"))
 
 
@@ -182,7 +184,10 @@ class _Taker:
         trace = self._trace
         if kind in OP_KINDS:
             if (span := self._span(event)) is not None:
-                trace.ops.append(*span, self._name(event), self._thread(event))
+                args = _arguments(event)
+                numbers = (_integer(args.get(key)) for key in ("Sequence number", "Fwd thread id"))
+                sequence, forward_thread = (-1 if number is None else number for number in numbers)
+                trace.ops.append(*span, self._name(event), self._thread(event), sequence, forward_thread)
         elif kind in DEVICE_KINDS:
             if (span := self._span(event)) is not None:
                 args = _arguments(event)
