@@ -30,7 +30,6 @@ _STEP = "ProfilerStep#"
 _BLOCK = 1 << 16
 
 
-
 @dataclass(frozen=True)
 class Work:
     """Pieces of work on one device, in order of their start. All arrays have one element a piece, times in nanoseconds.
