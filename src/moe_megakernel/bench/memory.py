@@ -28,11 +28,13 @@ def saved_bytes(bound: Bound, problem: Problem) -> int:
     """Bytes of the storages that autograd keeps and that were not there before."""
     there = {t.untyped_storage().data_ptr() for t in (*bound.leaves, *problem.leaves, problem.topk_idx)}
     kept: dict[int, int] = {}
+    alive: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Any:
         storage: Any = tensor.untyped_storage()
         if storage.data_ptr() not in there:
             kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor.detach())  # so that no other takes its address
         return None  # no backward follows; an output that is packed as itself holds its graph, for good
 
     def unpack(_: Any) -> Any:
