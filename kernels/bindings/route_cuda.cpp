@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor> route(const Tensor& topk_idx, std::int64_t nu
   RouteArguments arguments{};
   arguments.problem = {1, 0, num_experts, top_k, 1, 1, 0, num_tokens, num_routes};
   arguments.tiling = {1, 1, 1, 1, 1, 1, 1};  // not looked at: there are no tables
-  arguments.schedule = {1, 1, 2, 0, 1, 1, 0};
+  arguments.schedule = {1, 1, 2, 2, 0, 1, 1, 0};
   Tensor scratch = torch::stable::new_empty(topk_idx, {plan_scratch(nullptr, arguments.problem).size}, ScalarType::Int);
   arguments.tokens = num_tokens;
   arguments.topk_idx = {topk_idx.const_data_ptr(), topk_idx.stride(0), topk_idx.stride(1),
