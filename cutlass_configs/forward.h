@@ -48,10 +48,10 @@ inline constexpr std::int64_t kRingBytes = std::int64_t{40} << 20;
 // Blocks whose rows those are.
 inline constexpr std::int64_t kRingSms = 128;
 
+constexpr std::int64_t ring_sms(std::int64_t num_sms) { return num_sms < kRingSms ? num_sms : kRingSms; }
+
 // Bytes of L2 for the dispatched rows of so many blocks.
-constexpr std::int64_t ring_bytes(std::int64_t num_sms) {
-  return kRingBytes * (num_sms < kRingSms ? num_sms : kRingSms) / kRingSms;
-}
+constexpr std::int64_t ring_bytes(std::int64_t num_sms) { return kRingBytes * ring_sms(num_sms) / kRingSms; }
 
 constexpr std::int64_t row_tile_bytes(std::int64_t hidden) { return kRowTile * hidden * 2; }
 
@@ -106,9 +106,8 @@ constexpr ForwardChoice choose_forward(const Problem& p, bool staged, std::int64
   // come in bursts (F: 9 % faster with 64 slots than with 48; H200, 2026-12).
   // Fewer blocks take rows out more slowly, so that fewer need be there, down to what the longest segment needs; and
   // where they are some of several ranks' on one device, the rings of all share its L2.
-  const std::int64_t part = num_sms < kRingSms ? num_sms : kRingSms;
   const std::int64_t fitting = ring_bytes(num_sms) / row_tile_bytes(p.hidden);
-  const std::int64_t scaled = 3 * s.segment_tiles * part / kRingSms;
+  const std::int64_t scaled = 3 * s.segment_tiles * ring_sms(num_sms) / kRingSms;
   const std::int64_t least = scaled < s.segment_tiles + 8 ? s.segment_tiles + 8 : scaled;
   const std::int64_t ring = fitting < least ? least : fitting > 8 * s.segment_tiles ? 8 * s.segment_tiles : fitting;
   s.x_slots = staged || all < ring ? all : ring;

@@ -27,14 +27,12 @@ class Memory(NamedTuple):
 def saved_bytes(bound: Bound, problem: Problem) -> int:
     """Bytes of the storages that autograd keeps and that were not there before."""
     there = {t.untyped_storage().data_ptr() for t in (*bound.leaves, *problem.leaves, problem.topk_idx)}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
+    kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Any:
-        storage: Any = tensor.untyped_storage()
-        if storage.data_ptr() not in there:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor.detach())  # so that no other takes its address
+        address = tensor.untyped_storage().data_ptr()
+        if address not in there:
+            kept[address] = tensor.detach()  # alive, so that no other tensor takes its address
         return None  # no backward follows; an output that is packed as itself holds its graph, for good
 
     def unpack(_: Any) -> Any:
@@ -43,7 +41,7 @@ def saved_bytes(bound: Bound, problem: Problem) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = bound.function(*bound.leaves)
         del y
-    return sum(kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def measure_memory(bound: Bound, problem: Problem) -> Memory:

@@ -31,7 +31,7 @@ def mode_fault(implementation: Implementation, mode: str, device: torch.device) 
 def results(bound: Bound, dy: Tensor, mode: str) -> dict[str, Tensor]:
     """y and the gradients of the leaves in the problem's layout, of one step in that mode."""
     if mode == "graph":
-        graph, _, kept = _capture(lambda: _step(_on_this_stream(bound), dy, mode))
+        graph, _, kept = _capture(bound, lambda here: _step(here, dy, mode))
         graph.replay()
         found = tuple(t.clone() for t in kept)
     else:
@@ -101,7 +101,7 @@ def _captured(bound: Bound | Yardstick, problem: Problem, direction: str) -> Cal
 
     The call is kept, because what its forward has saved lies outside of that memory and is read by every replay.
     """
-    kept = _capture(lambda: _plain(_on_this_stream(bound), problem, direction, "eager"))
+    kept = _capture(bound, lambda here: _plain(here, problem, direction, "eager"))
 
     def replay() -> None:
         kept.graph.replay()
@@ -126,8 +126,8 @@ class _Captured(NamedTuple):
     results: Any
 
 
-def _capture(make: Callable[[], Call]) -> _Captured:
-    """A graph of a call.
+def _capture(bound: Bound | Yardstick, make: Callable[[Any], Call]) -> _Captured:
+    """A graph of the call that `make` gives for the implementation, with leaves of the capture's stream.
 
     All of it happens on the stream of the capture, what `make` runs before as well: autograd runs a backward where its
     forward ran.
@@ -135,7 +135,7 @@ def _capture(make: Callable[[], Call]) -> _Captured:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call = make()
+        call = make(_on_this_stream(bound))
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)

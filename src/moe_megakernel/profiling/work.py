@@ -61,9 +61,9 @@ def find_work(trace: Trace, rules: Rules) -> list[Work]:
     around = _Around(trace, rules)
     if not len(trace.device):
         return [_cpu_work(trace, around)]
-    launches = _Launches(trace, around)
+    launches = _Launches(trace)
     device = trace.device["device"]
-    return [_device_work(trace, launches, number) for number in np.unique(device).tolist()]
+    return [_device_work(trace, around, launches, number) for number in np.unique(device).tolist()]
 
 
 def step_ranges(trace: Trace) -> NDArray[np.int64]:
@@ -89,7 +89,7 @@ class _Around:
     """
 
     def __init__(self, trace: Trace, rules: Rules) -> None:
-        self._rules = rules
+        self._trace, self._rules = trace, rules
         self._names = np.array([rules.surroundings(name) for name in trace.names], dtype=object)
         self.bits = max((int(mask).bit_length() for mask in self._names), default=0)
         self.op_says = self._names[trace.ops["name"]] != 0
@@ -97,7 +97,7 @@ class _Around:
         self._of_forward: dict[int, int] = {}
         backward, forward = _forward_ops(trace)
         if len(backward):
-            found = self.around(trace, trace.ops, np.unique(forward))
+            found = self.around(trace.ops, np.unique(forward))
             pairs = zip(backward.tolist(), forward.tolist(), strict=True)
             self._of_forward = {one: found[other] for one, other in pairs if other in found}
             self.op_says[list(self._of_forward)] = True
@@ -106,9 +106,9 @@ class _Around:
         """What an op or a range says."""
         return int(self._names[event.name]) | self._of_forward.get(event.op, 0) << self.bits
 
-    def around(self, trace: Trace, events: Columns, chosen: NDArray[np.int64]) -> dict[int, int]:
+    def around(self, events: Columns, chosen: NDArray[np.int64]) -> dict[int, int]:
         """event -> the or-ed masks of the ops and ranges around its start on its thread, for those that have any."""
-        spans = _threads_events(trace, self.op_says, self.range_says)
+        spans = _threads_events(self._trace, self.op_says, self.range_says)
         asked = chosen[np.lexsort((events["start"][chosen], events["thread"][chosen]))]
         found: dict[int, int] = {}
         open_spans: list[tuple[int, int]] = []  # (end, mask) of those around the event on its thread
@@ -161,10 +161,9 @@ def _forward_ops(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 class _Launches:
-    """Host calls by correlation, and what stands around them."""
+    """Host calls by correlation."""
 
-    def __init__(self, trace: Trace, around: _Around) -> None:
-        self._trace, self._around = trace, around
+    def __init__(self, trace: Trace) -> None:
         self._correlation, self._index = np.unique(trace.calls["correlation"], return_index=True)
 
     def of(self, correlation: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -173,13 +172,6 @@ class _Launches:
             return np.full(len(correlation), -1, dtype=np.int64)
         at = np.minimum(np.searchsorted(self._correlation, correlation), len(self._correlation) - 1)
         return np.where(self._correlation[at] == correlation, self._index[at], -1)
-
-    def surroundings(self, chosen: NDArray[np.int64]) -> dict[int, int]:
-        """call -> `_Around.around`."""
-        return self._around.around(self._trace, self._trace.calls, chosen)
-
-    def classify(self, names: list[int], masks: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return _classify(self._trace, self._around, names, masks)
 
 
 class _Event(NamedTuple):
@@ -210,16 +202,16 @@ def _rows(*columns: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
         yield from zip(*(column[i : i + _BLOCK].tolist() for column in columns), strict=True)
 
 
-def _device_work(trace: Trace, launches: _Launches, number: int) -> Work:
+def _device_work(trace: Trace, around: _Around, launches: _Launches, number: int) -> Work:
     events = trace.device
     chosen = np.flatnonzero((events["device"] == number) & (events["end"] > events["start"]))
     chosen = chosen[np.argsort(events["start"][chosen], kind="stable")]
     call = launches.of(events["correlation"][chosen])
-    around = launches.surroundings(np.unique(call[call >= 0]))
-    masks = [around.get(one, 0) for one in call.tolist()]
+    found = around.around(trace.calls, np.unique(call[call >= 0]))
+    masks = [found.get(one, 0) for one in call.tolist()]
     name = events["name"][chosen]
     launch_start, launch_end = (_at(trace.calls, column, call) for column in ("start", "end"))
-    classes = launches.classify(name.tolist(), masks)
+    classes = _classify(trace, around, name.tolist(), masks)
     times = (events["start"][chosen], events["end"][chosen], launch_start, launch_end)
     return Work(number, *times, name, *classes, np.zeros(len(name), dtype=bool))
 
