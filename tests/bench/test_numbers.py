@@ -162,6 +162,19 @@ def test_counting_saved_bytes_keeps_nothing(name: str) -> None:
     assert [ref() for ref in seen] == [None]
 
 
+def test_saved_bytes_of_intermediates_that_nobody_else_holds() -> None:
+    """The memory of one that has gone could become the next one's."""
+    problem = small()
+
+    def function(x: Tensor, *_: Tensor) -> Tensor:
+        for _step in range(6):
+            x = x.sigmoid()
+        return x
+
+    chain = replace(bound("reference", problem), function=function)
+    assert saved_bytes(chain, problem) == 6 * problem.x.untyped_storage().nbytes()
+
+
 def test_local_experts_of_tokens_that_arrive_once() -> None:
     """The part of the layer between DeepEP's dispatch and combine, differentiated."""
     problem = small()
