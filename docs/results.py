@@ -49,6 +49,19 @@ def _ordered(names: Iterable[str]) -> list[str]:
     return [name for name in ORDER if name in found] + sorted(found - set(ORDER))
 
 
+def _compared(names: Iterable[str]) -> list[str]:
+    """Those that mega is set against; none without mega."""
+    ordered = _ordered(names)
+    return [name for name in ordered if name not in ("mega", "staged")] if "mega" in ordered else []
+
+
+def _ratio(mega: Row | None, row: Row | None) -> str:
+    """How many times as fast mega is, if both were measured in one run."""
+    if mega is None or row is None or _run(mega) != _run(row):
+        return "-"
+    return f"**{row.ms_median / mega.ms_median:.2f}**"
+
+
 def _table(heading: list[str], lines: list[list[str]]) -> str:
     rule = ["---"] * len(heading)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, rule, *lines))
@@ -90,13 +103,9 @@ def rates(rows: list[Row], gpu: str, direction: str, routing: str) -> str:
             row = by_place.get((impl, slug))
             cells.append("-" if row is None else f"{row.tflops:.0f} ({row.ms_median:.3f} ms)")
         lines.append(cells)
-    for impl in _ordered(row.impl for row in chosen if row.impl not in ("mega", "staged")):
-        cells = [f"mega / {impl}"]
-        for slug in shapes:
-            mega, row = by_place.get(("mega", slug)), by_place.get((impl, slug))
-            same = mega is not None and row is not None and _run(mega) == _run(row)
-            cells.append(f"**{row.ms_median / mega.ms_median:.2f}**" if same and row and mega else "-")
-        lines.append(cells)
+    for impl in _compared(row.impl for row in chosen):
+        ratios = [_ratio(by_place.get(("mega", slug)), by_place.get((impl, slug))) for slug in shapes]
+        lines.append([f"mega / {impl}", *ratios])
     return _table([f"{direction}, {routing}: TFLOP/s", *(LETTERS[slug] for slug in shapes)], lines)
 
 
@@ -118,21 +127,27 @@ def headline(rows: list[Row]) -> str:
 
 
 def token_table(rows: list[Row]) -> str:
-    """TFLOP/s against T, of shapes that were measured at several."""
+    """TFLOP/s against T, of shapes that were measured at several, and mega over the others."""
     series: dict[tuple[str, ...], dict[str, dict[int, Row]]] = {}
     for row in rows:
-        if row.mode == "eager" and row.cache == "cold" and row.ranks == 1 and row.shape not in LETTERS:
+        if row.mode == "eager" and row.cache == "cold" and row.ranks == 1:
             kind = (row.gpu, row.shape, row.direction, row.routing)
             series.setdefault(kind, {}).setdefault(row.impl, {})[row.T] = row
-    tables = []
+    tables, shown = [], []
     for (_, shape, direction, routing), by_impl in series.items():
         tokens = sorted({t for of in by_impl.values() for t in of})
+        if len(tokens) == 1:
+            continue
         lines = [
             [f"`{impl}`", *(f"{by_impl[impl][t].tflops:.0f}" if t in by_impl[impl] else "-" for t in tokens)]
             for impl in _ordered(by_impl)
         ]
-        tables.append(_table([f"{shape}, {direction}, {routing}: TFLOP/s at T", *map(str, tokens)], lines))
-    return "\n\n".join(tables)
+        for impl in _compared(by_impl):
+            lines.append([f"mega / {impl}", *(_ratio(by_impl["mega"].get(t), by_impl[impl].get(t)) for t in tokens)])
+        name = LETTERS.get(shape, shape)
+        tables.append(_table([f"{name}, {direction}, {routing}: TFLOP/s at T", *map(str, tokens)], lines))
+        shown += [row for of in by_impl.values() for row in of.values()]
+    return "\n\n".join([*tables, _source(shown)]) if tables else ""
 
 
 def step_table(rows: list[Row]) -> str:
@@ -146,7 +161,7 @@ def step_table(rows: list[Row]) -> str:
             f"{row.host_us:.0f}" if row.host_us >= 0 else "-",
             *(f"{size / 2**20:.0f}" if size >= 0 else "-" for size in (row.saved_bytes, row.peak_bytes)),
         ]
-        for row in chosen
+        for row in sorted(chosen, key=lambda row: (row.gpu, LETTERS[row.shape]))
         if row.impl != "dense"
     ]
     heading = ["GPU", "shape", "implementation", "host time of a forward, us", "kept for backward, MiB", "peak, MiB"]

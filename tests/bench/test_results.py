@@ -58,7 +58,7 @@ def test_tables(results: ModuleType, tmp_path: Path) -> None:
         replace(A, mode="graph", ms_median=1.5),
         replace(A, shape="qwen3-30b", T=4096, tflops=111.0),
         replace(A, shape="qwen3-30b", T=2048, tflops=99.0),
-        replace(A, shape="qwen3-30b", T=2048, tflops=55.0, impl="liger"),
+        replace(A, shape="qwen3-30b", T=2048, tflops=55.0, ms_median=3.6, impl="liger"),
     ]
     assert results.headline(rows).splitlines() == [
         "| forward, uniform: TFLOP/s | A | D |",
@@ -70,7 +70,11 @@ def test_tables(results: ModuleType, tmp_path: Path) -> None:
         "| mega / dense | **0.50** | - |",
     ]
     assert "commit other: `moe-megakernel bench`" in results.rate_tables(rows)
-    assert results.token_table(rows).splitlines()[2:] == ["| `mega` | 99 | 111 |", "| `liger` | 55 | - |"]
+    lines = results.token_table(rows).splitlines()
+    assert lines[0] == "| qwen3-30b, forward, uniform: TFLOP/s at T | 2048 | 4096 |"
+    assert lines[2:5] == ["| `mega` | 99 | 111 |", "| `liger` | 55 | - |", "| mega / liger | **1.80** | - |"]
+    at_four = [*rows, replace(A, T=4096, tflops=333.0)]
+    assert results.token_table(at_four).splitlines()[2] == "| `mega` | 333 | 300 |", "named shapes, too"
     assert "| H200 | A | `mega` | 200 | 3 | 7 |" in results.step_table(rows)
     assert "| H200 | A | 8192 | forward | `mega` | 2.000 | - | 1.500 |" in results.mode_table(rows)
     page = "a\n<!-- results modes -->\nold\n<!-- end -->\nb\n<!-- results tokens -->\n<!-- end -->\n"
