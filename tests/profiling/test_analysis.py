@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.profiling.handmade import Trace, training_step
@@ -12,6 +15,7 @@ from tests.profiling.handmade import Trace, training_step
 from moe_megakernel.profiling import ProfileError, analyse_files
 from moe_megakernel.profiling.files import find_traces, number_ranks
 
+DATA = Path(__file__).parent / "data"
 GEMM, SEND, ADD = "nvjet_hsh_64x64", "ncclDevKernel_SendRecv", "vectorized_elementwise_kernel"
 
 
@@ -191,6 +195,64 @@ def test_the_last_forward_of_a_number_counts(analyse):
     assert analyse(trace).moe["expert_gemm"].time_ms == pytest.approx(0.05)
 
 
+def test_a_number_is_of_the_thread_that_its_backward_names(analyse):
+    """Thread 5 used the number later; but what `Fwd thread id` 1 stands for is known from other numbers."""
+    trace = Trace()
+    for thread, base, name, numbers in ((3, 0, "experts", (4, 5, 6)), (5, 100, "router", (5,))):
+        for at, number in enumerate(numbers):
+            trace.range(name, base + 10 * at, base + 10 * at + 9, thread=thread)
+            trace.op("aten::mm", base + 10 * at + 1, base + 10 * at + 8, thread=thread, sequence=number)
+    for at, number in enumerate((6, 5, 4)):
+        trace.op("MmBackward0", 200 + 10 * at, 209 + 10 * at, thread=9, sequence=number, forward_thread=1)
+        trace.kernel(GEMM, 300 + 10 * at, 310 + 10 * at, launch=(201 + 10 * at, 202 + 10 * at), thread=9)
+    row = analyse(trace)
+    assert row.moe["expert_gemm"].count == 3
+    assert row.moe["route"].count == 0
+
+
+def test_names_tell_threads_with_the_same_numbers_apart(analyse):
+    """Thread 5 has all numbers that thread 3 has, later; names show whose gradients they are."""
+    trace = Trace()
+    for thread, base, name, ops in ((3, 0, "experts", ("mm", "mul")), (5, 100, "router", ("addmm", "silu", "mm"))):
+        for number, op in enumerate(ops):
+            start = base + 10 * number
+            trace.range(name, start, start + 9, thread=thread)
+            trace.op(f"aten::{op}", start + 1, start + 8, thread=thread, sequence=number)
+    for start, number, name in ((200, 1, "MulBackward0"), (210, 0, "autograd::engine::evaluate_function: MmBackward0")):
+        trace.op(name, start, start + 9, thread=9, sequence=number, forward_thread=2)
+        trace.kernel(GEMM, 100 + start, 110 + start, launch=(start + 1, start + 2), thread=9)
+    assert analyse(trace).moe["expert_gemm"].count == 2
+
+
+def test_a_forward_that_runs_again_inside_a_backward(analyse):
+    """Under a checkpoint the first backward op that needs a result runs all of the forward again, not its own part."""
+    trace = Trace()
+    trace.op("aten::softmax", 0, 9, sequence=6)
+    trace.range("experts", 10, 20)
+    trace.op("aten::mm", 11, 19, sequence=7)
+    trace.op("MmBackward0", 100, 150, thread=2, sequence=7, forward_thread=1)
+    trace.op("aten::softmax", 101, 109, thread=2, sequence=0)
+    trace.range("router", 110, 120, thread=2)
+    trace.op("aten::linear", 111, 119, thread=2, sequence=1)
+    trace.op("MulBackward0", 130, 140, thread=2, sequence=1, forward_thread=2)  # of what has run again: the router's
+    at = {"again": 102, "router": 112, "own": 125, "inner": 132, "behind": 145}
+    for number, launch in enumerate(at.values()):
+        trace.kernel(GEMM, 300 + 100 * number, 310 + 101 * number, launch=(launch, launch + 1), thread=2)
+    row = analyse(trace)
+    assert row.moe["route"].time_ms == pytest.approx(0.011 + 0.013)  # router, inner
+    assert row.moe["expert_gemm"].time_ms == pytest.approx(0.012 + 0.014)  # own, behind
+    assert row.moe_ms == pytest.approx(0.050)  # all but the softmax that ran again
+
+
+def test_what_a_backward_op_is_called_says_nothing_of_a_forward_in_it(analyse):
+    trace = Trace()
+    trace.op("moe::dispatch", 0, 9, sequence=7)
+    trace.op("MoeDispatchBackward", 100, 150, thread=2, sequence=7, forward_thread=1)
+    trace.op("aten::mm", 101, 109, thread=2, sequence=0)
+    trace.kernel(GEMM, 300, 310, launch=(102, 103), thread=2)
+    assert analyse(trace).moe_ms == 0
+
+
 def test_what_a_backward_says_itself_comes_first(analyse):
     """Of the forward only the part is taken, not the class, and only where nothing else tells it."""
     trace = Trace()
@@ -203,6 +265,36 @@ def test_what_a_backward_says_itself_comes_first(analyse):
     assert row.moe["combine"].time_ms == pytest.approx(0.05)
     assert row.moe["dispatch"].count == 0
     assert row.classes["other"].count == 1
+
+
+def test_a_step_of_two_ranks_on_a_gpu():
+    """What torch.profiler wrote of `train --device cuda --dtype bfloat16 --profile`, without unused arguments.
+
+    Two ranks took turns on an H200; their replicated gradients went through gloo, on the host. Expected figures are
+    counted in the file's own events, by names that it has.
+    """
+    report = analyse_files([DATA / f"rank{rank}.pt.trace.json.gz" for rank in (0, 1)])
+    for row in report.rows:
+        with gzip.open(row.file, "rt") as file:
+            events = [event for event in json.load(file)["traceEvents"] if "stream" in event["args"]]
+        events = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+        on_device = [(event["ts"], event["ts"] + event["dur"]) for event in events]
+
+        def count(*parts: str, of: list[dict[str, Any]] = events) -> int:
+            return sum(any(part in event["name"] for part in parts) for event in of)
+
+        assert (row.steps, row.world_size, row.device) == (1, 2, "gpu 0")
+        span = max(end for _, end in on_device) - min(start for start, _ in on_device)
+        assert row.span_ms == pytest.approx(span / 1000)
+        ticks = {tick for start, end in on_device for tick in range(round(start * 20), round(end * 20))}  # of 50 ns
+        assert row.busy_ms == pytest.approx(len(ticks) / 20e3, rel=0.01)
+        assert row.idle_ms == pytest.approx(row.span_ms - row.busy_ms)
+        assert row.idle_host_ms + row.idle_wait_ms == pytest.approx(row.idle_ms)
+        assert row.moe["fused"].count == count("layer_kernel") == 6, "three layers, forward and backward"
+        assert row.moe["route"].count == count("group_route_kernel", "group_backward_plan_kernel") == 6
+        assert row.classes["gemm"].count == count("nvjet", "xmma_gemm", "layer_kernel") == 39
+        assert row.classes["attention"].count == count("_sdpa_", "compute_dot_do_o", "convert_dq") == 12
+        assert row.classes["communication"].count == count("nccl") == 0
 
 
 def test_several_devices_are_several_rows(tmp_path):

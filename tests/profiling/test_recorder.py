@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import json
 import multiprocessing
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 import moe_megakernel
 from moe_megakernel.profiling import ProfileError, analyse_files
+from moe_megakernel.profiling.reader import read_trace
+from moe_megakernel.profiling.rules import PARTS, load_rules
+from moe_megakernel.profiling.work import find_work
 
 
 def products(times: int = 3) -> None:
@@ -60,6 +64,31 @@ def test_backward_of_ranges_is_seen():
     assert min(parts) >= 3, "a product forward, two backward"
     # Beside products the range of the shared experts has sums for the bias, and the views that its backward makes.
     assert sum(parts) >= row.classes["gemm"].count >= 6
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_run_forwards_again_as_what_they_are(use_reentrant, tmp_path):
+    """A real trace: products that a checkpoint makes again are of the range that they were made in."""
+    x = torch.randn(64, 128, requires_grad=True)
+    head, experts = torch.nn.Linear(128, 256, bias=False), torch.nn.Linear(256, 512, bias=False)
+
+    def block(x):
+        h = torch.nn.functional.gelu(head(x) @ torch.eye(256))
+        with torch.profiler.record_function("experts"):
+            return experts(h).sigmoid()
+
+    with torch.profiler.profile() as profiler:
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = read_trace(tmp_path / "trace.json")
+    (work,) = find_work(trace, load_rules())
+    names = [trace.names[name] for name in work.name.tolist()]
+    parts = collections.Counter((name, part) for name, part in zip(names, work.part.tolist(), strict=True))
+    inside, outside = PARTS.index("expert_gemm"), -1
+    # Every call of linear is cut into as many pieces as any other.
+    assert parts["aten::linear", inside] == parts["aten::linear", outside] > 0
+    assert parts["aten::mm", inside] > 0
+    assert {part for _, part in parts} == {inside, outside}
 
 
 def test_steps_are_what_is_reported():
