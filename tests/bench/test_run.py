@@ -72,6 +72,28 @@ class Broken(Wrong):
         raise KeyError("no such kernel")
 
 
+class Tires(Wrong):
+    """Right, until it has been called so many times."""
+
+    name = "tires"
+    variants = ("", "other")
+    last = 0
+
+    def bind(self, problem: Problem, variant: str = "") -> Bound:
+        right = IMPLEMENTATIONS["torch_staged"].bind(problem)
+        assert isinstance(right, Bound)
+        calls = 0
+
+        def function(*leaves: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > self.last:
+                raise RuntimeError("tired")
+            return right.function(*leaves)
+
+        return replace(right, function=function)
+
+
 class Overwrites(torch.autograd.Function):
     """The identity; backward overwrites what forward has saved."""
 
@@ -114,7 +136,7 @@ class Absent(Wrong):
 
 @pytest.fixture
 def _others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in (Wrong(), Broken(), Absent(), Once(True), Once(False)):
+    for made in (Wrong(), Broken(), Tires(), Absent(), Once(True), Once(False)):
         monkeypatch.setitem(IMPLEMENTATIONS, made.name, made)
 
 
@@ -258,6 +280,20 @@ def test_command(tmp_path: Path) -> None:
     assert f"rows are in {path}" in done.output
     with path.open() as file:
         assert [row["impl"] for row in csv.DictReader(file)] == ["dense", "torch_staged"]
+
+
+@pytest.mark.usefixtures("_others")
+@pytest.mark.parametrize("last", range(18))
+def test_others_go_on_whenever_one_fails(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """In its first call, in those before the times, in a warm-up, in a round, in those of the host."""
+    monkeypatch.setattr(Tires, "last", last)
+    monkeypatch.setattr(timing, "HOST_CALLS", 4)
+    (measured,) = run.run(replace(OPTIONS, impls=("tires", "torch_staged"), directions=("forward",)))
+    (row,) = (row for row in measured.rows if row.impl == "torch_staged")
+    assert min(row.ms_median, row.host_us) > 0
+    assert measured.absent[0][:3] == ("tires", "eager", measured.absent[0].reason)
+    assert measured.absent[0].reason.endswith("RuntimeError: tired")
+    assert measured.absent[0].fault
 
 
 @pytest.mark.usefixtures("_others")

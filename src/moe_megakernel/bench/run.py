@@ -23,7 +23,7 @@ from .memory import Memory, measure_memory
 from .peers import IMPLEMENTATIONS
 from .problem import Problem, make_problem, share_of
 from .routings import Routing
-from .timing import Times, host_time, time_rounds
+from .timing import CallError, Times, host_time, naming, time_rounds
 
 #: Rounds in which the variants of an implementation are compared.
 VARIANT_ROUNDS = 5
@@ -78,6 +78,9 @@ class _Candidate:
     variant: str
     error: float
     memory: Memory = UNMEASURED
+
+
+_Calls = dict[str, tuple[_Candidate, Call]]
 
 
 def run(options: Options, group: dist.ProcessGroup | None = None) -> Iterator[Measured]:
@@ -143,9 +146,7 @@ def _everywhere(problem: Problem, measure: Callable[[], Any]) -> tuple[Any, str]
         found = measure()
     except Exception as error:  # of any peer, on any problem: it is left out, and named
         fault = one_line(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            gc.collect()
-            torch.cuda.empty_cache()
+        _free_memory(error)
     faults = _gathered(problem, fault)
     return found, next((text for text in faults if text), "")
 
@@ -186,7 +187,7 @@ def _rows(
     measured: Measured, candidates: list[_Candidate], direction: str, mode: str, options: Options
 ) -> list[records.Row]:
     problem = measured.problem
-    calls: dict[str, tuple[_Candidate, Call]] = {}
+    calls: _Calls = {}
     for candidate in candidates:
         name = candidate.implementation.name
         made, fault = _everywhere(problem, partial(_called, candidate, problem, direction, mode))
@@ -194,16 +195,12 @@ def _rows(
             measured.absent.append(Absent(name, mode, f"{direction}: {fault}", True))
             continue
         calls[f"{name} {candidate.variant}"] = (candidate, made)
-    chosen = _fastest(calls, problem, options)
-    timed = {name: call for name, (_, call) in chosen.items()}
-    times = _slowest(problem, time_rounds(timed, options.rounds, problem.device, options.cold))
-    host = {name: host_time(call, problem.device) if options.host else -1.0 for name, (_, call) in chosen.items()}
-    for candidate, _ in chosen.values():
-        candidate.implementation.check()
-    return [
-        _row(problem, candidate, times, host[name], name, direction, mode, options)
-        for name, (candidate, _) in chosen.items()
-    ]
+    faults: dict[str, str] = {}
+    chosen = _fastest(calls, faults, problem, options)
+    times = _timed(chosen, faults, problem, options, options.rounds)
+    for name, fault in faults.items():
+        measured.absent.append(Absent(name, mode, f"{direction}: {fault}", True))
+    return [_row(problem, chosen[name][0], times, name, direction, mode, options) for name in times]
 
 
 def _called(candidate: _Candidate, problem: Problem, direction: str, mode: str) -> Call:
@@ -217,36 +214,64 @@ def _called(candidate: _Candidate, problem: Problem, direction: str, mode: str) 
     return call
 
 
-def _fastest(
-    calls: dict[str, tuple[_Candidate, Call]], problem: Problem, options: Options
-) -> dict[str, tuple[_Candidate, Call]]:
+def _fastest(calls: _Calls, faults: dict[str, str], problem: Problem, options: Options) -> _Calls:
     """By name of the implementation: of its variants the fastest one."""
-    by_name: dict[str, list[str]] = {}
-    for key, (candidate, _) in calls.items():
-        by_name.setdefault(candidate.implementation.name, []).append(key)
+    by_name: dict[str, _Calls] = {}
+    for key, (candidate, call) in calls.items():
+        by_name.setdefault(candidate.implementation.name, {})[key] = (candidate, call)
     chosen = {}
-    for name, keys in by_name.items():
-        best = keys[0]
-        if len(keys) > 1:
-            rounds = min(VARIANT_ROUNDS, options.rounds)
-            variants = {key: calls[key][1] for key in keys}
-            times = _slowest(problem, time_rounds(variants, rounds, problem.device, options.cold))
-            best = min(keys, key=lambda key: times[key].median)
-        chosen[name] = calls[best]
+    for name, variants in by_name.items():
+        best = next(iter(variants))
+        if len(variants) > 1:
+            times = _timed(variants, faults, problem, options, min(VARIANT_ROUNDS, options.rounds), host=False)
+            if not times:
+                continue
+            best = min(times, key=lambda key: times[key].median)
+        chosen[name] = variants[best]
     return chosen
 
 
-def _slowest(problem: Problem, times: dict[str, Times]) -> dict[str, Times]:
-    """Of all ranks, the times of the slowest."""
-    gathered = _gathered(problem, times)
-    return {name: max(of[name] for of in gathered) for name in times}
+def _timed(
+    calls: _Calls, faults: dict[str, str], problem: Problem, options: Options, rounds: int, host: bool = True
+) -> dict[str, Times]:
+    """Times of calls, of all ranks the slowest's. What fails goes to `faults`, by name, and the others begin again."""
+    left = dict(calls)
+    while True:
+        times, failed = {}, None
+        try:
+            times = _time_together(left, options, rounds, host and options.host)
+        except CallError as error:
+            failed = error.name, one_line(error.__cause__ or error)
+            _free_memory(error.__cause__)
+        everywhere = _gathered(problem, (times, failed))
+        failures = dict(fault for _, fault in everywhere if fault)
+        if not failures:
+            return {key: max(of[key] for of, _ in everywhere) for key in left}
+        for key, fault in failures.items():
+            faults[left.pop(key)[0].implementation.name] = fault
+
+
+def _time_together(calls: _Calls, options: Options, rounds: int, host: bool) -> dict[str, Times]:
+    device = options.device
+    times = time_rounds({key: call for key, (_, call) in calls.items()}, rounds, device, options.cold)
+    for key, (candidate, call) in calls.items():
+        with naming(key):
+            if host:
+                times[key] = times[key]._replace(host=host_time(call, device))
+            candidate.implementation.check()
+    return times
+
+
+def _free_memory(error: BaseException | None) -> None:
+    if isinstance(error, torch.OutOfMemoryError):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _row(
     problem: Problem,
     candidate: _Candidate,
     times: dict[str, Times],
-    host: float,
     name: str,
     direction: str,
     mode: str,
@@ -278,7 +303,7 @@ def _row(
         tflops=shape.flops(problem.tokens, direction) * routes_share / spent.median / 1e9,
         ratio_dense=dense.median / spent.median if dense is not None else 0.0,
         error=candidate.error,
-        host_us=host,
+        host_us=spent.host,
         saved_bytes=candidate.memory.saved,
         workspace_bytes=candidate.memory.workspace,
         peak_bytes=candidate.memory.peak,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -23,11 +24,29 @@ HOST_CALLS, CALLS_PER_WAIT = 40, 10
 
 
 class Times(NamedTuple):
-    """Milliseconds of one call over all rounds."""
+    """Milliseconds of one call over all rounds. host: microseconds that it takes there, -1 if they were not taken."""
 
     median: float
     least: float
     most: float
+    host: float = -1.0
+
+
+class CallError(Exception):
+    """A call failed while it was timed, by what is this error's cause. name: its key among the calls."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Makes an error of the block a `CallError` of that name."""
+    try:
+        yield
+    except Exception as error:  # of any peer
+        raise CallError(name) from error
 
 
 def summary(spent: list[float]) -> Times:
@@ -87,21 +106,26 @@ def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device, co
 
     Args:
         cold: replace what the caches hold before each call. Otherwise a call finds what the call before left.
+
+    Raises:
+        CallError: one of them failed.
     """
     flush = Flush(device) if cold else None
-    for call in calls.values():
-        for _ in range(WARM_UP):
-            prepared(call)
+    for name, call in calls.items():
+        with naming(name):
+            for _ in range(WARM_UP):
+                prepared(call)
     names, clock = list(calls), _Clock(device)
     spent: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         order = [names[(number + i) % len(names)] for i in range(len(names))]
         at_once = []
         for name in order:
-            prepare(calls[name])
-            if flush is not None:
-                flush()
-            at_once.append(clock.time(calls[name]))
+            with naming(name):
+                prepare(calls[name])
+                if flush is not None:
+                    flush()
+                at_once.append(clock.time(calls[name]))
         later = iter(clock.collect())
         for name, span in zip(order, at_once, strict=True):
             spent[name].append(next(later) if span is None else span)
