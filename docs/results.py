@@ -181,7 +181,8 @@ def mode_table(rows: list[Row]) -> str:
         if len(modes) > 1
     ]
     heading = ["GPU", "shape", "T", "direction", "implementation", "eager, ms", "compiled, ms", "CUDA graph, ms"]
-    return _table(heading, lines) if lines else ""
+    shown = [row for modes in found.values() if len(modes) > 1 for row in modes.values()]
+    return "\n\n".join([_table(heading, lines), _source(shown)]) if lines else ""
 
 
 def published_table(rows: list[Row]) -> str:

@@ -291,9 +291,24 @@ def test_others_go_on_whenever_one_fails(monkeypatch: pytest.MonkeyPatch, last: 
     (measured,) = run.run(replace(OPTIONS, impls=("tires", "torch_staged"), directions=("forward",)))
     (row,) = (row for row in measured.rows if row.impl == "torch_staged")
     assert min(row.ms_median, row.host_us) > 0
-    assert measured.absent[0][:3] == ("tires", "eager", measured.absent[0].reason)
-    assert measured.absent[0].reason.endswith("RuntimeError: tired")
-    assert measured.absent[0].fault
+    assert {(absent.impl, absent.mode, absent.fault) for absent in measured.absent} == {("tires", "eager", True)}
+    assert all(absent.reason.endswith("RuntimeError: tired") for absent in measured.absent)
+
+
+@pytest.mark.usefixtures("_others")
+def test_a_variant_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = Tires.bind
+    monkeypatch.setattr(
+        Tires,
+        "bind",
+        lambda self, problem, variant="": (
+            bind(self, problem, variant) if variant else IMPLEMENTATIONS["torch_staged"].bind(problem)
+        ),
+    )
+    monkeypatch.setattr(Tires, "last", 4)
+    (measured,) = run.run(replace(OPTIONS, impls=("tires",), directions=("forward",), memory=False))
+    assert [(row.impl, row.variant) for row in measured.rows] == [("tires", "")]
+    assert [absent.reason for absent in measured.absent] == ["forward, other: RuntimeError: tired"]
 
 
 @pytest.mark.usefixtures("_others")

@@ -234,6 +234,8 @@ def test_a_forward_that_runs_again_inside_a_backward(analyse):
     trace.op("aten::softmax", 101, 109, thread=2, sequence=0)
     trace.range("router", 110, 120, thread=2)
     trace.op("aten::linear", 111, 119, thread=2, sequence=1)
+    trace.range("experts", 120, 124, thread=2)
+    trace.op("aten::mm", 121, 123, thread=2, sequence=2)
     trace.op("MulBackward0", 130, 140, thread=2, sequence=1, forward_thread=2)  # of what has run again: the router's
     at = {"again": 102, "router": 112, "own": 125, "inner": 132, "behind": 145}
     for number, launch in enumerate(at.values()):
@@ -249,6 +251,7 @@ def test_what_a_backward_op_is_called_says_nothing_of_a_forward_in_it(analyse):
     trace.op("moe::dispatch", 0, 9, sequence=7)
     trace.op("MoeDispatchBackward", 100, 150, thread=2, sequence=7, forward_thread=1)
     trace.op("aten::mm", 101, 109, thread=2, sequence=0)
+    trace.op("moe::dispatch", 110, 119, thread=2, sequence=1)
     trace.kernel(GEMM, 300, 310, launch=(102, 103), thread=2)
     assert analyse(trace).moe_ms == 0
 

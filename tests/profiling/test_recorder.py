@@ -66,6 +66,17 @@ def test_backward_of_ranges_is_seen():
     assert sum(parts) >= row.classes["gemm"].count >= 6
 
 
+def parts_of(step, path):
+    """Pieces of CPU work by name and part, of a real trace of one call."""
+    with torch.profiler.profile() as profiler:
+        step()
+    profiler.export_chrome_trace(str(path))
+    trace = read_trace(path)
+    (work,) = find_work(trace, load_rules())
+    names = [trace.names[name] for name in work.name.tolist()]
+    return collections.Counter((name, part) for name, part in zip(names, work.part.tolist(), strict=True))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_run_forwards_again_as_what_they_are(use_reentrant, tmp_path):
     """A real trace: products that a checkpoint makes again are of the range that they were made in."""
@@ -77,18 +88,44 @@ def test_checkpoints_run_forwards_again_as_what_they_are(use_reentrant, tmp_path
         with torch.profiler.record_function("experts"):
             return experts(h).sigmoid()
 
-    with torch.profiler.profile() as profiler:
+    def step():
         torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant).sum().backward()
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    trace = read_trace(tmp_path / "trace.json")
-    (work,) = find_work(trace, load_rules())
-    names = [trace.names[name] for name in work.name.tolist()]
-    parts = collections.Counter((name, part) for name, part in zip(names, work.part.tolist(), strict=True))
+
+    parts = parts_of(step, tmp_path / "trace.json")
     inside, outside = PARTS.index("expert_gemm"), -1
     # Every call of linear is cut into as many pieces as any other.
     assert parts["aten::linear", inside] == parts["aten::linear", outside] > 0
     assert parts["aten::mm", inside] > 0
     assert {part for _, part in parts} == {inside, outside}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_range_around_a_checkpoint_is_around_what_runs_again(use_reentrant, tmp_path):
+    x = torch.randn(64, 128, requires_grad=True)
+    one, two = torch.nn.Linear(128, 256, bias=False), torch.nn.Linear(256, 64, bias=False)
+
+    def step():
+        with torch.profiler.record_function("experts"):
+            y = torch.utils.checkpoint.checkpoint(lambda x: two(one(x).sigmoid()), x, use_reentrant=use_reentrant)
+        y.sum().backward()
+
+    parts = parts_of(step, tmp_path / "trace.json")
+    assert parts["aten::mm", PARTS.index("expert_gemm")] > 0
+    assert parts["aten::mm", -1] == 0, "forward, again, backward: all of them are inside"
+
+
+def test_a_backward_of_which_a_graph_is_kept_has_the_part_of_its_forward(tmp_path):
+    x = torch.randn(64, 128, requires_grad=True)
+    experts = torch.nn.Linear(128, 256, bias=False)
+
+    def step():
+        with torch.profiler.record_function("experts"):
+            y = experts(x)
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+    parts = parts_of(step, tmp_path / "trace.json")
+    assert parts["aten::mm", PARTS.index("expert_gemm")] > 0
+    assert parts["aten::mm", -1] == 0
 
 
 def test_steps_are_what_is_reported():

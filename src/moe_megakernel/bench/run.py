@@ -1,11 +1,13 @@
 """The benchmark itself: problem after problem, all implementations on each, numbers before times.
 
-An implementation that is absent, fails or is wrong is left out with its reason; the others go on.
+An implementation that is absent, fails or is wrong is left out with its reason; the others go on. With several ranks
+that needs all of them to fail: one that fails alone inside a collective call says so and ends the run.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +53,10 @@ class Options:
 
 
 class Absent(NamedTuple):
-    """Why an implementation is not among the rows of a problem (and a mode, or all of them). fault: it should be."""
+    """Why an implementation, or one variant, is not among the rows of a problem (and a mode, or all of them).
+
+    fault: it should be.
+    """
 
     impl: str
     mode: str
@@ -132,21 +137,23 @@ def _candidates(measured: Measured, expected: Expected, mode: str, options: Opti
         if reason:
             measured.absent.append(Absent(name, mode, reason, False))
             continue
-        found, fault = _everywhere(problem, partial(_checked, implementation, measured, expected, mode, options))
+        check = partial(_checked, implementation, measured, expected, mode, options)
+        found, fault = _everywhere(problem, name, check)
         if fault:
             measured.absent.append(Absent(name, mode, fault, True))
         else:
             yield from found
 
 
-def _everywhere(problem: Problem, measure: Callable[[], Any]) -> tuple[Any, str]:
+def _everywhere(problem: Problem, name: str, measure: Callable[[], Any]) -> tuple[Any, str]:
     """What `measure` returns, and the first fault of any rank, so that all of them leave it out."""
     found, fault = None, ""
     try:
         found = measure()
     except Exception as error:  # of any peer, on any problem: it is left out, and named
-        fault = one_line(error)
-        _free_memory(error)
+        fault = _fault_here(problem, name, error)
+    if fault:
+        _free_memory(problem.device)
     faults = _gathered(problem, fault)
     return found, next((text for text in faults if text), "")
 
@@ -188,18 +195,19 @@ def _rows(
 ) -> list[records.Row]:
     problem = measured.problem
     calls: _Calls = {}
-    for candidate in candidates:
-        name = candidate.implementation.name
-        made, fault = _everywhere(problem, partial(_called, candidate, problem, direction, mode))
-        if fault:
-            measured.absent.append(Absent(name, mode, f"{direction}: {fault}", True))
-            continue
-        calls[f"{name} {candidate.variant}"] = (candidate, made)
     faults: dict[str, str] = {}
+    for candidate in candidates:
+        key = f"{candidate.implementation.name} {candidate.variant}".strip()
+        made, fault = _everywhere(problem, key, partial(_called, candidate, problem, direction, mode))
+        if fault:
+            faults[key] = fault
+        else:
+            calls[key] = (candidate, made)
     chosen = _fastest(calls, faults, problem, options)
     times = _timed(chosen, faults, problem, options, options.rounds)
-    for name, fault in faults.items():
-        measured.absent.append(Absent(name, mode, f"{direction}: {fault}", True))
+    for key, fault in faults.items():
+        name, _, variant = key.partition(" ")
+        measured.absent.append(Absent(name, mode, f"{direction}{variant and f', {variant}'}: {fault}", True))
     return [_row(problem, chosen[name][0], times, name, direction, mode, options) for name in times]
 
 
@@ -234,21 +242,23 @@ def _fastest(calls: _Calls, faults: dict[str, str], problem: Problem, options: O
 def _timed(
     calls: _Calls, faults: dict[str, str], problem: Problem, options: Options, rounds: int, host: bool = True
 ) -> dict[str, Times]:
-    """Times of calls, of all ranks the slowest's. What fails goes to `faults`, by name, and the others begin again."""
+    """Times of calls, of all ranks the slowest's. What fails goes to `faults`, by key, and the others begin again."""
     left = dict(calls)
     while True:
         times, failed = {}, None
         try:
             times = _time_together(left, options, rounds, host and options.host)
         except CallError as error:
-            failed = error.name, one_line(error.__cause__ or error)
-            _free_memory(error.__cause__)
+            failed = error.name, _fault_here(problem, error.name, error.__cause__ or error)
+        if failed:
+            _free_memory(problem.device)
         everywhere = _gathered(problem, (times, failed))
         failures = dict(fault for _, fault in everywhere if fault)
         if not failures:
             return {key: max(of[key] for of, _ in everywhere) for key in left}
         for key, fault in failures.items():
-            faults[left.pop(key)[0].implementation.name] = fault
+            faults[key] = fault
+            del left[key]
 
 
 def _time_together(calls: _Calls, options: Options, rounds: int, host: bool) -> dict[str, Times]:
@@ -262,9 +272,18 @@ def _time_together(calls: _Calls, options: Options, rounds: int, host: bool) -> 
     return times
 
 
-def _free_memory(error: BaseException | None) -> None:
-    if isinstance(error, torch.OutOfMemoryError):
-        gc.collect()
+def _fault_here(problem: Problem, name: str, error: BaseException) -> str:
+    """An error in one line. A rank says it before the others hear of it: they may wait for it in the same call."""
+    fault = one_line(error)
+    if problem.group is not None:
+        print(f"bench: rank {problem.group.rank()}: {name}: {fault}", file=sys.stderr, flush=True)
+    return fault
+
+
+def _free_memory(device: torch.device) -> None:
+    """After a failure, once nothing holds its frames any more: it may have run out of memory."""
+    gc.collect()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 

@@ -16,8 +16,8 @@ from .reader import Columns, Trace
 
 #: Above it are the numbers of what has no forward: AccumulateGrad's is the largest that there is.
 _LARGEST_NUMBER = 1 << 31
-#: Backward ops by which a thread is found out.
-_SAMPLE = 4096
+#: Backward ops by which a thread is found out, all candidates together; and for each of them at least.
+_SAMPLE, _LEAST_SAMPLE = 4096, 16
 _BACKWARD_NAME = re.compile(r"(\w+?)Backward\d*$")
 
 
@@ -29,7 +29,8 @@ class BackwardOps:
         numbered: mask of all ops: backward ops that have a number.
         backward, forward: a backward op, and the op whose gradient it computes, for those where that one is known.
         again: mask of all ops: numbered ones that are no backward but run inside one, as a forward does that a
-            checkpoint runs again.
+            checkpoint runs again. So do the ops of a backward of which a graph is kept (`create_graph`); nothing tells
+            the two apart.
     """
 
     numbered: NDArray[np.bool_]
@@ -105,26 +106,37 @@ def _threads_of_forwards(trace: Trace, backward: NDArray[np.int64], forward: NDA
     """
     ops = trace.ops
     begun = _Begun(ops, forward)
+    threads, column = np.unique(ops["thread"][forward], return_inverse=True)
+    plain = _plain_names(trace)
+    # (thread, number) by number, to see on which threads one was used.
+    places = np.unique(ops["sequence"][forward] * len(threads) + column)
+    numbers, columns = places // len(threads), places % len(threads)
     named = ops["forward_thread"][backward]
-    threads = np.unique(ops["thread"][forward])
+    order = np.argsort(named, kind="stable")
     meant = np.empty(len(backward), dtype=np.int64)
-    for number in np.unique(named).tolist():
-        of_number = np.flatnonzero(named == number)
-        sample = backward[of_number[:: -(-len(of_number) // _SAMPLE)]]
-        scores = []
-        for thread in threads.tolist():
-            found = begun.last(sample, np.full(len(sample), thread))
-            pairs = zip(sample[found >= 0].tolist(), found[found >= 0].tolist(), strict=True)
-            agreeing = sum(_agree(trace, one, other) for one, other in pairs)
-            latest = int(ops["start"][found[found >= 0]].max(initial=np.iinfo(np.int64).min))
-            scores.append((agreeing, int(np.count_nonzero(found >= 0)), latest, thread))
-        meant[of_number] = max(scores)[-1]
+    for of_one in np.split(order, np.flatnonzero(np.diff(named[order])) + 1):
+        stride = -(-len(of_one) // max(_SAMPLE // len(threads), _LEAST_SAMPLE))
+        sample = backward[of_one[::-1][::stride]]
+        first, behind = (np.searchsorted(numbers, ops["sequence"][sample], side) for side in ("left", "right"))
+        counts = behind - first
+        asked = np.repeat(sample, counts)
+        on = columns[np.arange(len(asked)) + np.repeat(first - np.cumsum(counts) + counts, counts)]
+        found = begun.last(asked, threads[on])
+        asked, on, found = asked[found >= 0], on[found >= 0], found[found >= 0]
+        agreeing = plain[ops["name"][asked]] == plain[ops["name"][found]]
+        latest = np.full(len(threads), np.iinfo(np.int64).min)
+        np.maximum.at(latest, on, ops["start"][found])
+        scores = (latest, np.bincount(on, minlength=len(threads)), np.bincount(on[agreeing], minlength=len(threads)))
+        meant[of_one] = threads[np.lexsort(scores)[-1]]
     return meant
 
 
-def _agree(trace: Trace, backward: int, forward: int) -> bool:
-    """Whether their names say that one is the other's gradient."""
-    of_backward, of_forward = (trace.names[int(trace.ops["name"][op])] for op in (backward, forward))
-    match = _BACKWARD_NAME.search(of_backward)
-    plain = of_forward.rpartition("::")[2].replace("_", "").lower()
-    return match is not None and match[1].replace("_", "").lower() == plain
+def _plain_names(trace: Trace) -> NDArray[np.int64]:
+    """By number of a name: equal numbers for an op and for its gradient, as far as names tell."""
+    known: dict[str, int] = {}
+    plain = []
+    for name in trace.names:
+        match = _BACKWARD_NAME.search(name)
+        word = match[1] if match else name.rpartition("::")[2]
+        plain.append(known.setdefault(word.replace("_", "").lower(), len(known)))
+    return np.array(plain, dtype=np.int64)

@@ -31,15 +31,18 @@ class Said(NamedTuple):
 
     Attributes:
         own: all of them.
-        elsewhere: those of `own` that are said by others than backward ops. A forward that runs again inside a backward
-            op, as checkpoints make it, hears these only: the backward op happened to be the first to need its results.
         of_forward: what stood around the op whose gradient the innermost backward op computes, since autograd runs
             that one outside of all ranges.
+        own_again, of_forward_again: what is left of both for a forward that runs again inside that backward op, as
+            checkpoints make it. The op happened to be the first to need its results: its own name says nothing, and
+            of what stood around its forward only that which the forwards do not say themselves as they run again.
+            That stood around the checkpoint, everything else inside.
     """
 
     own: int = 0
-    elsewhere: int = 0
     of_forward: int = 0
+    own_again: int = 0
+    of_forward_again: int = 0
 
 
 NOTHING = Said()
@@ -56,21 +59,43 @@ class Surroundings:
         self._of_forward: dict[int, int] = {}
         backward = find_backward_ops(trace)
         self._is_backward, self._runs_again = backward.numbered, backward.again
-        self._op_says |= self._runs_again  # a forward may itself be one that runs again
-        if len(backward.backward):
+        self._op_says |= self._is_backward | self._runs_again
+        any_again = bool(self._runs_again.any())
+        self._said_inside = self._inside_backwards() if any_again else {}
+        for _ in range(2 if any_again else 1):  # the second time for forwards that are inside of backwards themselves
             found = self.around(trace.ops, np.unique(backward.forward))
             pairs = zip(backward.backward.tolist(), backward.forward.tolist(), strict=True)
-            self._of_forward = {one: found[other].own for one, other in pairs if other in found}
-        self._op_says |= self._is_backward
+            self._of_forward = {
+                one: found[other].own | found[other].of_forward for one, other in pairs if other in found
+            }
+
+    def _inside_backwards(self) -> dict[int, int]:
+        """backward op -> what the ranges and the other ops inside it say, or-ed."""
+        inside: dict[int, int] = {}
+        open_ops: list[Event] = []  # backward ones around the event on its thread
+        on = -1
+        for event in threads_events(self._trace, self._op_says, self.range_says):
+            if event.thread != on:
+                open_ops, on = [], event.thread
+            open_ops = [op for op in open_ops if op.end > event.start]
+            if event.op >= 0 and self._is_backward[event.op]:
+                open_ops.append(event)
+                continue
+            for op in open_ops:
+                inside[op.op] = inside.get(op.op, 0) | int(self._names[event.name])
+        return inside
 
     def inside(self, said: Said, event: Event) -> Said:
         """What is said inside an op or a range, where `said` is said around it."""
         says = int(self._names[event.name])
         if event.op >= 0 and self._is_backward[event.op]:
-            return Said(said.own | says, said.elsewhere, self._of_forward.get(event.op, 0))
+            of_forward = self._of_forward.get(event.op, said.of_forward)
+            again = of_forward & ~self._said_inside.get(event.op, 0)
+            return Said(said.own | says, of_forward, said.own_again, again)
         if event.op >= 0 and self._runs_again[event.op]:
-            return Said(said.elsewhere | says, said.elsewhere | says, 0)
-        return Said(said.own | says, said.elsewhere | says, said.of_forward)
+            own, of_forward = said.own_again | says, said.of_forward_again
+            return Said(own, of_forward, own, of_forward)
+        return Said(said.own | says, said.of_forward, said.own_again | says, said.of_forward_again)
 
     def around(self, events: Columns, chosen: NDArray[np.int64]) -> dict[int, Said]:
         """event -> what is said around its start on its thread, for those around which anything is said."""
