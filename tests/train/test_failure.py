@@ -40,6 +40,11 @@ def wait_until(condition, seconds=30.0):
         time.sleep(0.05)
 
 
+def hears_ctrl_c():
+    """A shell lets its background jobs ignore it, and they what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def long_run(words_file, tmp_path):
     """A run of two ranks that would go on for ages, caught after it has trained; yields (process, ranks' pids)."""
@@ -52,6 +57,7 @@ def long_run(words_file, tmp_path):
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed parent leaves its scratch folder
         text=True,
+        preexec_fn=hears_ctrl_c,
     )
     try:
         wait_until(lambda: any((out / "checkpoints").glob("step-*/state.json")) or parent.poll() is not None, 60)
