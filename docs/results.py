@@ -67,17 +67,19 @@ def _table(heading: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heading, rule, *lines))
 
 
+def _cold(rows: list[Row]) -> list[Row]:
+    """Those with cold caches on one rank."""
+    return [row for row in rows if row.cache == "cold" and row.ranks == 1]
+
+
+def _eager(rows: list[Row]) -> list[Row]:
+    """Of those the eager ones."""
+    return [row for row in _cold(rows) if row.mode == "eager"]
+
+
 def _named(rows: list[Row]) -> list[Row]:
-    """Eager ones with cold caches on one rank, of the benchmark's shapes with their own T."""
-    return [
-        row
-        for row in rows
-        if row.mode == "eager"
-        and row.cache == "cold"
-        and row.ranks == 1
-        and row.shape in LETTERS
-        and SHAPES[row.shape].tokens == row.T
-    ]
+    """Of those the ones of the benchmark's shapes with their own T."""
+    return [row for row in _eager(rows) if row.shape in LETTERS and SHAPES[row.shape].tokens == row.T]
 
 
 def _source(rows: list[Row]) -> str:
@@ -129,10 +131,9 @@ def headline(rows: list[Row]) -> str:
 def token_table(rows: list[Row]) -> str:
     """TFLOP/s against T, of shapes that were measured at several, and mega over the others."""
     series: dict[tuple[str, ...], dict[str, dict[int, Row]]] = {}
-    for row in rows:
-        if row.mode == "eager" and row.cache == "cold" and row.ranks == 1:
-            kind = (row.gpu, row.shape, row.direction, row.routing)
-            series.setdefault(kind, {}).setdefault(row.impl, {})[row.T] = row
+    for row in _eager(rows):
+        kind = (row.gpu, row.shape, row.direction, row.routing)
+        series.setdefault(kind, {}).setdefault(row.impl, {})[row.T] = row
     tables, shown = [], []
     for (_, shape, direction, routing), by_impl in series.items():
         tokens = sorted({t for of in by_impl.values() for t in of})
@@ -171,8 +172,8 @@ def step_table(rows: list[Row]) -> str:
 def mode_table(rows: list[Row]) -> str:
     """Milliseconds by mode."""
     found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        if row.cache == "cold" and row.ranks == 1 and row.routing == "uniform":
+    for row in _cold(rows):
+        if row.routing == "uniform":
             found.setdefault((row.gpu, row.shape, str(row.T), row.direction, row.impl), {})[row.mode] = row
     lines = [
         [gpu.upper(), LETTERS.get(shape, shape), tokens, direction, f"`{impl}`"]

@@ -26,33 +26,32 @@ class BackwardOps:
     """What autograd's numbers tell of a trace's ops. Arrays hold indices of ops.
 
     Attributes:
-        numbered: mask of all ops: backward ops that have a number.
-        backward, forward: a backward op, and the op whose gradient it computes, for those where that one is known.
-        again: mask of all ops: numbered ones that are no backward but run inside one, as a forward does that a
+        is_backward: mask of all ops: backward ops that have a number.
+        runs_again: mask of all ops: numbered ones that are no backward but run inside one, as a forward does that a
             checkpoint runs again. So do the ops of a backward of which a graph is kept (`create_graph`); nothing tells
             the two apart.
+        backward, forward: a backward op, and the op whose gradient it computes, for those where that one is known.
     """
 
-    numbered: NDArray[np.bool_]
+    is_backward: NDArray[np.bool_]
+    runs_again: NDArray[np.bool_]
     backward: NDArray[np.int64]
     forward: NDArray[np.int64]
-    again: NDArray[np.bool_]
 
 
 def find_backward_ops(trace: Trace) -> BackwardOps:
     """Reads the numbers. A forward is the last op with that number that had begun on the thread that is meant."""
     ops = trace.ops
     has_number = (ops["sequence"] >= 0) & (ops["sequence"] < _LARGEST_NUMBER)
-    numbered = has_number & (ops["forward_thread"] > 0)
-    again = has_number & ~numbered
-    backward, forward = np.flatnonzero(numbered), np.flatnonzero(again)
-    again &= _inside(ops, backward, forward)
+    is_backward = has_number & (ops["forward_thread"] > 0)
+    backward, forward = np.flatnonzero(is_backward), np.flatnonzero(has_number & ~is_backward)
+    runs_again = _inside(ops, backward, forward)
     if not len(backward) or not len(forward):
         nothing = np.empty(0, dtype=np.int64)
-        return BackwardOps(numbered, nothing, nothing, again)
-    thread = _threads_of_forwards(trace, backward, forward)
-    found = _Begun(ops, forward).last(backward, thread)
-    return BackwardOps(numbered, backward[found >= 0], found[found >= 0], again)
+        return BackwardOps(is_backward, runs_again, nothing, nothing)
+    begun = _Begun(ops, forward)
+    found = begun.last(backward, _threads_of_forwards(trace, backward, forward, begun))
+    return BackwardOps(is_backward, runs_again, backward[found >= 0], found[found >= 0])
 
 
 def _inside(ops: Columns, outer: NDArray[np.int64], inner: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -98,14 +97,15 @@ class _Begun:
         return group * (len(self._starts) + 1) + np.searchsorted(self._starts, start)
 
 
-def _threads_of_forwards(trace: Trace, backward: NDArray[np.int64], forward: NDArray[np.int64]) -> NDArray[np.int64]:
+def _threads_of_forwards(
+    trace: Trace, backward: NDArray[np.int64], forward: NDArray[np.int64], begun: _Begun
+) -> NDArray[np.int64]:
     """The thread of the trace that each backward op's `forward_thread` means.
 
     It is the one that has, of a sample of all backward ops that name it, most forwards: first those whose names agree
     (`aten::addmm`, `AddmmBackward0`), then all; of equals the one whose last began last.
     """
     ops = trace.ops
-    begun = _Begun(ops, forward)
     threads, column = np.unique(ops["thread"][forward], return_inverse=True)
     plain = _plain_names(trace)
     # (thread, number) by number, to see on which threads one was used.

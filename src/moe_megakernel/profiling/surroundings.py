@@ -57,28 +57,28 @@ class Surroundings:
         self.range_says = self._names[trace.ranges["name"]] != 0
         self._op_says = self._names[trace.ops["name"]] != 0
         self._of_forward: dict[int, int] = {}
-        backward = find_backward_ops(trace)
-        self._is_backward, self._runs_again = backward.numbered, backward.again
-        self._op_says |= self._is_backward | self._runs_again
-        any_again = bool(self._runs_again.any())
+        self._backward = backward = find_backward_ops(trace)
+        any_again = bool(backward.runs_again.any())
         self._said_inside = self._inside_backwards() if any_again else {}
+        self._op_says |= backward.runs_again
         for _ in range(2 if any_again else 1):  # the second time for forwards that are inside of backwards themselves
             found = self.around(trace.ops, np.unique(backward.forward))
             pairs = zip(backward.backward.tolist(), backward.forward.tolist(), strict=True)
             self._of_forward = {
                 one: found[other].own | found[other].of_forward for one, other in pairs if other in found
             }
+            self._op_says[list(self._of_forward)] = True
 
     def _inside_backwards(self) -> dict[int, int]:
         """backward op -> what the ranges and the other ops inside it say, or-ed."""
         inside: dict[int, int] = {}
         open_ops: list[Event] = []  # backward ones around the event on its thread
         on = -1
-        for event in threads_events(self._trace, self._op_says, self.range_says):
+        for event in threads_events(self._trace, self._op_says | self._backward.is_backward, self.range_says):
             if event.thread != on:
                 open_ops, on = [], event.thread
             open_ops = [op for op in open_ops if op.end > event.start]
-            if event.op >= 0 and self._is_backward[event.op]:
+            if event.op >= 0 and self._backward.is_backward[event.op]:
                 open_ops.append(event)
                 continue
             for op in open_ops:
@@ -88,11 +88,11 @@ class Surroundings:
     def inside(self, said: Said, event: Event) -> Said:
         """What is said inside an op or a range, where `said` is said around it."""
         says = int(self._names[event.name])
-        if event.op >= 0 and self._is_backward[event.op]:
+        if event.op >= 0 and self._backward.is_backward[event.op]:
             of_forward = self._of_forward.get(event.op, said.of_forward)
             again = of_forward & ~self._said_inside.get(event.op, 0)
             return Said(said.own | says, of_forward, said.own_again, again)
-        if event.op >= 0 and self._runs_again[event.op]:
+        if event.op >= 0 and self._backward.runs_again[event.op]:
             own, of_forward = said.own_again | says, said.of_forward_again
             return Said(own, of_forward, own, of_forward)
         return Said(said.own | says, said.of_forward, said.own_again | says, said.of_forward_again)
