@@ -5,9 +5,7 @@ Both ends of the pipe are here: `serve` in the process, `Worker` for whoever sta
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import os
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 import moe_megakernel
-from moe_megakernel._native import LIBRARY_VARIABLE, library_path
+from moe_megakernel._native import CUDA_LIBRARY_VARIABLE, LIBRARY_VARIABLE, library_path
 from moe_megakernel.bench.implementation import Call
 from moe_megakernel.bench.peers.ours import layer_of
 from moe_megakernel.bench.problem import make_problem
@@ -26,22 +24,22 @@ from moe_megakernel.bench.routings import parse_routing
 from moe_megakernel.bench.timing import Flush
 from moe_megakernel.shapes import Shape
 
+from .environment import variables
 from .rank_steps import Step, free_memory, results_of, time_steps
 
-#: The file by which a folder is a build; that with the CUDA kernels lies beside it.
-LIBRARY = "libmoe_megakernel.so"
+#: The file by which a folder is a build, and that with the CUDA kernels.
+LIBRARY, CUDA_LIBRARY = "libmoe_megakernel.so", "libmoe_megakernel_cuda.so"
 #: Seconds for one answer; the first one includes the import of torch.
 LIMIT = 120.0
 
 
-class Request(NamedTuple):
-    """What a process is told: "layer", with what to make, or "forward" or "backward": to time one."""
+class LayerRequest(NamedTuple):
+    """What layer a process is to make. The other request is a word of `rank_steps.DIRECTIONS`: to time one."""
 
-    what: str
-    shape: Shape | None = None
-    routing: str = ""
-    backend: str = ""
-    device: str = ""
+    shape: Shape
+    routing: str
+    backend: str
+    device: str
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -55,8 +53,7 @@ def digest(tensors: list[Tensor]) -> str:
 class _Layer:
     """A layer in training mode, and samples of it with cold caches."""
 
-    def __init__(self, request: Request) -> None:
-        assert request.shape is not None
+    def __init__(self, request: LayerRequest) -> None:
         problem = make_problem(request.shape, parse_routing(request.routing), device=request.device)
         function = layer_of(problem.topk_idx, problem.shape.num_experts, request.backend)
         self._calls: dict[str, Call] = {"forward": lambda: function(*problem.leaves)}
@@ -83,21 +80,25 @@ def serve(pipe: Connection, library: str) -> None:
         if library_path() is None or not Path(library).samefile(library_path() or ""):
             raise RuntimeError(f"expected {library} to be loaded, got {library_path()}")
         while True:
-            request: Request = pipe.recv()
-            if request.what == "layer":
+            request: LayerRequest | str = pipe.recv()
+            if isinstance(request, LayerRequest):
                 layer = None
-                gc.collect()
-                if torch.cuda.is_available():
-                    free_memory(torch.device("cuda"))
+                free_memory(torch.device(request.device))
                 layer = _Layer(request)
                 pipe.send(layer.digest)
             else:
                 assert layer is not None
-                pipe.send(layer.sample(request.what))
+                pipe.send(layer.sample(request))
     except EOFError:
         return
     except Exception as error:  # whatever it is, the other side must hear of it
         pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def library_variables(folder: Path) -> dict[str, str]:
+    """By which a process loads the libraries of a folder and no others, whatever the environment names."""
+    folder = folder.resolve()
+    return {LIBRARY_VARIABLE: str(folder / LIBRARY), CUDA_LIBRARY_VARIABLE: str(folder / CUDA_LIBRARY)}
 
 
 class Worker:
@@ -119,18 +120,11 @@ class Worker:
         context = get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=serve, args=(other, str(library)), daemon=True)
-        before = os.environ.get(LIBRARY_VARIABLE)
-        os.environ[LIBRARY_VARIABLE] = str(library.resolve())  # read when the process imports the package
-        try:
+        with variables(library_variables(folder)):  # read when the process imports the package
             self._process.start()
-        finally:
-            if before is None:
-                del os.environ[LIBRARY_VARIABLE]
-            else:
-                os.environ[LIBRARY_VARIABLE] = before
         other.close()
 
-    def ask(self, request: Request) -> Any:
+    def ask(self, request: LayerRequest | str) -> Any:
         """The answer to a request.
 
         Raises:

@@ -19,9 +19,9 @@ import typer
 from moe_megakernel.cli.words import some_of
 from moe_megakernel.shapes import Shape, benchmark_shapes
 
-from .build_worker import Request, Worker
-
-DIRECTIONS = ("forward", "backward")
+from .build_worker import LayerRequest, Worker
+from .group import require_gpu
+from .rank_steps import DIRECTIONS
 
 
 class Ratio(NamedTuple):
@@ -59,7 +59,7 @@ def compare(
     Raises:
         RuntimeError: a build failed.
     """
-    request = Request("layer", shape, routing, backend, device)
+    request = LayerRequest(shape, routing, backend, device)
     digests = [worker.ask(request) for worker in workers]
     found = []
     for direction in DIRECTIONS:
@@ -67,7 +67,7 @@ def compare(
         for number in range(rounds):
             for i in range(len(workers)):
                 turn = (number + i) % len(workers)
-                times[turn].append(workers[turn].ask(Request(direction)))
+                times[turn].append(workers[turn].ask(direction))
         for worker, spent, bits in zip(workers, times, digests, strict=True):
             ratio = ratio_of(spent, times[0])
             found.append(Found(letter, direction, worker.name, median(spent), ratio, bits == digests[0]))
@@ -105,9 +105,10 @@ def main(
 ) -> None:
     """Times builds of the kernels in turn, with cold caches, and compares their bits."""
     known = benchmark_shapes()
-    letters = some_of(shapes, known, "--shapes")
+    letters, folders = some_of(shapes, known, "--shapes"), named_folders(builds)
+    require_gpu()
     with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(name, folder)) for name, folder in named_folders(builds)]
+        workers = [stack.enter_context(Worker(name, folder)) for name, folder in folders]
         for letter in letters:
             for found in compare(workers, letter, known[letter], routing, backend, rounds, "cuda"):
                 typer.echo(text(found))

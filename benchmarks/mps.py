@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .environment import variables
+
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 #: Seconds that the control program gets to start, and to quit.
@@ -38,21 +40,12 @@ def server() -> Iterator[None]:
         pipes, logs = Path(folder, "pipe"), Path(folder, "log")
         pipes.mkdir()
         logs.mkdir()
-        ours = {PIPES: str(pipes), LOGS: str(logs)}
-        before = {name: os.environ.get(name) for name in ours}
-        os.environ.update(ours)
-        try:
+        with variables({PIPES: str(pipes), LOGS: str(logs)}):
             _start(logs)
             try:
                 yield
             finally:
                 _stop(pipes)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def _start(logs: Path) -> None:

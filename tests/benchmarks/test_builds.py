@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from benchmarks import build_worker, builds
+from benchmarks import build_worker, builds, environment
 from moe_megakernel import _native
 from moe_megakernel.shapes import Shape
 
@@ -45,8 +45,8 @@ class _FakeWorker:
     def __init__(self, name: str, digest: str, ms: float) -> None:
         self.name, self._digest, self._ms = name, digest, ms
 
-    def ask(self, request: build_worker.Request) -> Any:
-        return self._digest if request.what == "layer" else self._ms
+    def ask(self, request: build_worker.LayerRequest | str) -> Any:
+        return self._digest if isinstance(request, build_worker.LayerRequest) else self._ms
 
 
 def test_bits_and_ratios_are_those_of_the_first_build() -> None:
@@ -66,20 +66,40 @@ def test_names() -> None:
             builds.named_folders(bad)
 
 
-def test_two_builds_take_turns(folder: Path, tmp_path: Path) -> None:
+def test_libraries_are_those_of_the_folder(tmp_path: Path) -> None:
+    assert build_worker.library_variables(tmp_path) == {
+        "MOE_MEGAKERNEL_LIBRARY": str(tmp_path / "libmoe_megakernel.so"),
+        "MOE_MEGAKERNEL_CUDA_LIBRARY": str(tmp_path / "libmoe_megakernel_cuda.so"),
+    }
+
+
+def test_variables_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_TEST_SET", "before")
+    monkeypatch.delenv("MOE_TEST_UNSET", raising=False)
+    before = dict(os.environ)
+    inside = environment.variables({"MOE_TEST_SET": "a", "MOE_TEST_UNSET": "b"})
+    inside.__enter__()
+    assert (os.environ["MOE_TEST_SET"], os.environ["MOE_TEST_UNSET"]) == ("a", "b")
+    assert not inside.__exit__(KeyError, KeyError(), None)  # an error passes
+    assert dict(os.environ) == before
+
+
+def test_two_builds_take_turns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in build_worker.library_variables(folder):  # a build must not be replaced by what is named here
+        monkeypatch.setenv(name, str(tmp_path / "another.so"))
     copy = tmp_path / "copy"
     copy.mkdir()
     shutil.copy(folder / build_worker.LIBRARY, copy)
-    environment = dict(os.environ)
+    before = dict(os.environ)
     with build_worker.Worker("base", folder) as base, build_worker.Worker("copy", copy) as other:
-        assert dict(os.environ) == environment
+        assert dict(os.environ) == before
         found = builds.compare([base, other], "S", SMALL, "uniform", "reference", 3, "cpu")
         with pytest.raises(RuntimeError, match=r"builds: copy: .*backend"):
-            other.ask(build_worker.Request("layer", SMALL, "uniform", "fastest", "cpu"))
+            other.ask(build_worker.LayerRequest(SMALL, "uniform", "fastest", "cpu"))
         with pytest.raises(RuntimeError, match="builds: copy: its process has ended"):
-            other.ask(build_worker.Request("forward"))
+            other.ask("forward")
     assert [(f.direction, f.build) for f in found] == [
-        (direction, build) for direction in builds.DIRECTIONS for build in ("base", "copy")
+        (direction, build) for direction in ("forward", "backward") for build in ("base", "copy")
     ]
     assert all(f.ms > 0 and f.same_bits for f in found)
     assert all(f.ratio == (1.0, 1.0, 1.0) for f in found if f.build == "base")
