@@ -59,12 +59,15 @@ torch.library.register_autograd(
 @contextmanager
 def _twin_inside() -> Iterator[None]:
     """The outer op calls the twin where it calls the layer's op."""
-    real = torch.ops.moe.layer_forward
-    torch.ops.moe.layer_forward = torch.ops.moe_twin.layer_forward
+    names = ("layer_forward", "layer_forward_direct")
+    real = {name: getattr(torch.ops.moe, name) for name in names}
+    for name in names:
+        setattr(torch.ops.moe, name, torch.ops.moe_twin.layer_forward)
     try:
         yield
     finally:
-        torch.ops.moe.layer_forward = real
+        for name, op in real.items():
+            setattr(torch.ops.moe, name, op)
 
 
 def _synchronize() -> None:

@@ -74,7 +74,7 @@ if(MOE_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set_target_properties(moe_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${MOE_CCACHE}")
 endif()
 
-set(MOE_CUDA_BINDINGS kernels/bindings/forward.cpp kernels/bindings/backward.cpp)
+set(MOE_CUDA_BINDINGS kernels/bindings/forward.cpp kernels/bindings/layer_forward.cpp kernels/bindings/backward.cpp)
 if(EXISTS "${CMAKE_SOURCE_DIR}/kernels/bindings/route_cuda.cpp")
   list(APPEND MOE_CUDA_BINDINGS kernels/bindings/route_cuda.cpp)
 endif()

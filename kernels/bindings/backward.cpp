@@ -111,7 +111,7 @@ void hopper_backward(const Tensor& dy, const OptionalTensor& x, const Tensor& to
   check_workspace(check, workspace, backward_workspace_bytes(a.problem, staged, num_sms));
 
   const torch::stable::accelerator::DeviceGuard guard(check.device);
-  const std::string error = launch_backward(a, current_stream(check));
+  const std::string error = launch_backward(a, current_stream(check.device));
   STD_TORCH_CHECK(error.empty(), kOp, "launch: ", error);
 }
 

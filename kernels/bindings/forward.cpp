@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "backward/launch.h"
+#include "bindings/forward.h"
 #include "bindings/launch_tensors.h"
 #include "forward/launch.h"
 
@@ -13,9 +14,9 @@ namespace {
 
 constexpr const char* kOp = "moe::hopper_forward: ";
 
-std::int64_t hopper_workspace_bytes(std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts,
-                                    std::int64_t hidden, std::int64_t width, bool gated, bool staged,
-                                    std::int64_t num_sms) {
+std::int64_t workspace_bytes_of_op(std::int64_t tokens, std::int64_t top_k, std::int64_t num_experts,
+                                   std::int64_t hidden, std::int64_t width, bool gated, bool staged,
+                                   std::int64_t num_sms) {
   return forward_workspace_bytes(problem_of(kOp, tokens, top_k, num_experts, hidden, width, gated), staged, num_sms);
 }
 
@@ -39,6 +40,8 @@ Tensor hopper_group_bytes(std::int64_t max_tokens, std::int64_t top_k, std::int6
   values[1] = forward > backward ? forward : backward;
   return bytes;
 }
+
+}  // namespace
 
 void hopper_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
                     const Tensor& w_down, const OptionalTensor& bias_gate_up, const OptionalTensor& bias_down,
@@ -93,9 +96,11 @@ void hopper_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_
   check_workspace(check, workspace, forward_workspace_bytes(a.problem, staged, num_sms));
 
   const torch::stable::accelerator::DeviceGuard guard(check.device);
-  const std::string error = launch_forward(a, current_stream(check));
+  const std::string error = launch_forward(a, current_stream(check.device));
   STD_TORCH_CHECK(error.empty(), kOp, "launch: ", error);
 }
+
+namespace {
 
 void hopper_group_refuse(const Tensor& workspace, const Tensor& status, const Tensor& group, std::int64_t timeout_ns) {
   constexpr const char* kRefuseOp = "moe::hopper_group_refuse: ";
@@ -104,8 +109,8 @@ void hopper_group_refuse(const Tensor& workspace, const Tensor& status, const Te
   check.contiguous("workspace", workspace, ScalarType::Byte, {workspace.numel()});
   check_workspace(check, workspace, kZeroedBytes);
   const torch::stable::accelerator::DeviceGuard guard(check.device);
-  const std::string error =
-      refuse_step(peers, workspace.mutable_data_ptr(), read_status(check, status), timeout_ns, current_stream(check));
+  const std::string error = refuse_step(peers, workspace.mutable_data_ptr(), read_status(check, status), timeout_ns,
+                                        current_stream(check.device));
   STD_TORCH_CHECK(error.empty(), kRefuseOp, "launch: ", error);
 }
 
@@ -118,6 +123,6 @@ STABLE_TORCH_LIBRARY_IMPL(moe, CUDA, m) {
 }
 // It takes no tensor, so no device chooses its kernel.
 STABLE_TORCH_LIBRARY_IMPL(moe, CompositeExplicitAutograd, m) {
-  m.impl("hopper_workspace_bytes", TORCH_BOX(&moe::hopper_workspace_bytes));
+  m.impl("hopper_workspace_bytes", TORCH_BOX(&moe::workspace_bytes_of_op));
   m.impl("hopper_group_bytes", TORCH_BOX(&moe::hopper_group_bytes));
 }

@@ -62,6 +62,17 @@ inline bool is_aligned(const void* pointer, std::int64_t bytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % static_cast<std::uintptr_t>(bytes) == 0;
 }
 
+// Whether TMA and bulk copies can read the rows, where the data is aligned: contiguous, and so many elements apart, at
+// least `least`. A stride of a dimension of size 1 means nothing.
+inline bool has_readable_rows(const Tensor& t, std::int64_t least) {
+  const std::int64_t last = t.dim() - 1;
+  bool fits = t.stride(last) == 1;
+  for (std::int64_t i = 0; i < last; ++i) {
+    fits = fits && (t.size(i) == 1 || (t.stride(i) >= least && t.stride(i) % kAlignedElements == 0));
+  }
+  return fits;
+}
+
 // What the arguments of one call must have in common. `op` begins every message: "moe::hopper_forward: ".
 struct Checker {
   const char* op;
@@ -77,18 +88,13 @@ struct Checker {
     tensor(name, t, dtype, shape);
     STD_TORCH_CHECK(t.is_contiguous(), op, name, ": expected a contiguous tensor, got ", describe(t));
   }
-  // Rows that TMA and bulk copies can read: contiguous, 16-byte aligned, and so many elements apart, at least `least`.
-  // A stride of a dimension of size 1 means nothing.
+  // Requires rows as has_readable_rows wants them.
   const void* rows(const char* name, const Tensor& t, std::initializer_list<std::int64_t> shape,
                    std::int64_t least = 0) const {
     tensor(name, t, ScalarType::BFloat16, shape);
-    const std::int64_t last = t.dim() - 1;
-    bool fits = t.stride(last) == 1;
-    for (std::int64_t i = 0; i < last; ++i) {
-      fits = fits && (t.size(i) == 1 || (t.stride(i) >= least && t.stride(i) % kAlignedElements == 0));
-    }
-    STD_TORCH_CHECK(fits, op, name, ": expected contiguous rows and other strides a multiple of ", kAlignedElements,
-                    " from ", least, " on, got ", describe(t));
+    STD_TORCH_CHECK(has_readable_rows(t, least), op, name,
+                    ": expected contiguous rows and other strides a multiple of ", kAlignedElements, " from ", least,
+                    " on, got ", describe(t));
     const void* data = t.const_data_ptr();
     STD_TORCH_CHECK(is_aligned(data, kRowAlignment), op, name, ": expected data aligned to ", kRowAlignment,
                     " bytes, got a pointer to ", describe(t), " that is not");
@@ -208,9 +214,9 @@ inline TopkWeights read_weights(const Checker& check, const Tensor& weights, std
 }
 
 // The current stream of the device, which must be current.
-inline void* current_stream(const Checker& check) {
+inline void* current_stream(std::int32_t device) {
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(check.device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   return stream;
 }
 

@@ -93,5 +93,6 @@ def _register_ordered(name: str) -> None:
 for _kind in ("layer", "group"):
     torch.library.register_autograd(f"moe::{_kind}_forward", _backward, setup_context=_setup_context, lib=lib)
     torch.library.register_autograd(f"moe::{_kind}_backward", _refuse, lib=lib)
+torch.library.register_autograd("moe::layer_forward_direct", _backward, setup_context=_setup_context, lib=lib)
 for _name in EFFECTFUL:
     _register_ordered(_name)

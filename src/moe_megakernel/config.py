@@ -10,6 +10,8 @@ import math
 import os
 from typing import Any
 
+from . import contexts
+
 #: Seconds. Longer than the skew between ranks that compile for the first time (135 s were seen in public reports).
 DEFAULT_TIMEOUT = 600.0
 
@@ -57,6 +59,7 @@ def set_timeout(seconds: float) -> None:
     if not seconds > 0 or math.isinf(seconds):
         raise ValueError(f"set_timeout: seconds: expected a finite number > 0, got {seconds}")
     _timeout = float(seconds)
+    contexts.forget()
 
 
 def _sms_from_environment() -> int | None:
@@ -92,3 +95,4 @@ def set_num_sms(count: int | None) -> None:
     if count is not None and (count < 2 or count % 2):
         raise ValueError(f"set_num_sms: count: expected an even number >= 2 or None, got {count}")
     _num_sms = count
+    contexts.forget()

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from . import contexts
+
 
 class MoEError(RuntimeError):
     """Base class of the errors that concern a whole step rather than one argument."""
@@ -56,6 +58,7 @@ def defer(device: torch.device, error: MoEError) -> None:
     """Keeps the first error of `device` until `raise_pending` or `check_errors` takes it."""
     with _lock:
         _pending.setdefault(device, error)
+    contexts.forget()
 
 
 def raise_pending(device: torch.device) -> None:

@@ -72,6 +72,7 @@ def _group_backward(*args: Any) -> tuple[Tensor, ...]:
 for _name, _function in {
     "route": _route,
     "layer_forward": _forward,
+    "layer_forward_direct": _forward,
     "group_forward": _forward,
     "layer_backward": _layer_backward,
     "layer_backward_accumulate": _layer_backward,

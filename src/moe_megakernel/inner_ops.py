@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, contexts
 from . import plan_ops as _plan_ops  # noqa: F401  (schemas of the ops that C++ implements)
 from .checks import OP
 from .distributed.group import Group, get_group
@@ -83,8 +83,10 @@ def _peers(group: GroupOptions, options: Options, device: torch.device) -> Group
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     if len(args) == LAYER_ARGUMENTS and args[BACKEND] != "reference":  # unpacked there, without names on the way
         x = args[0]
+        since = contexts.generation()
         raise_pending(x.device)
-        y, h, expert_offsets, row_route = hopper_layer_forward(*args)
+        given: tuple[Any, ...] = (*args, None, None, since)
+        y, h, expert_offsets, row_route = hopper_layer_forward(*given)
         return y, h, _anchor(x), expert_offsets, row_route
     inputs, num_experts, group, options = read_forward(args)
     peers = None if group is None else _peers(group, options, inputs.x.device)
@@ -93,13 +95,13 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         y, h, saved = peer_forward(inputs.x, peers, inputs, num_experts, group.row_capacity, options)
         return y, h, _anchor(y), saved.expert_offsets, saved.row_order, saved.route_order, saved.splits
     _refuse_capture(inputs.x.device, options.backend, group)
-    given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
+    call = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
         if group is None:
-            y, h, *plan = layer_forward(*given, options.saves_h)
+            y, h, *plan = layer_forward(*call, options.saves_h)
         else:
             state, gradients = get_group(group.group_name), unpack_needs(options.needs).names()
-            y, h, saved = group_forward(state, *given, group.row_capacity, gradients, options.saves_h, options.backend)
+            y, h, saved = group_forward(state, *call, group.row_capacity, gradients, options.saves_h, options.backend)
             plan = [saved.expert_offsets, saved.row_order, saved.route_order, saved.splits]
     return y, h, _anchor(y), *plan
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import autograd as _autograd  # noqa: F401  (registers gradients)
-from . import checks
+from . import checks, contexts
 from . import fake as _fake  # noqa: F401  (registers fakes)
 from . import inner_ops as _inner_ops  # noqa: F401  (registers implementations)
 from .activations import resolve_activation
@@ -108,6 +108,10 @@ def _dispatch_gemm_combine(
     needs = packed_needs(inputs) if torch.is_grad_enabled() else 0
     options = (act.name, act.alpha, act.limit, usable, needs, recompute)
     if ranks == 1:
+        if contexts.any_kept() and kind == "cuda" and usable != "reference" and not _recorded(x):
+            y: Tensor = torch.ops.moe.layer_forward_direct.default(*inputs, num_experts, *options)[0]
+            if y.dim() == 2:  # else it was not to be done without Python
+                return y
         return torch.ops.moe.layer_forward.default(*inputs, num_experts, *options)[0]
     if (main_grad_gate_up is not None or main_grad_down is not None) and _tracing(x):
         raise MoEError(
@@ -123,6 +127,11 @@ def _dispatch_gemm_combine(
 
 def _tracing(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+def _recorded(x: Tensor) -> bool:
+    """Whether somebody may take down what the op calls, to call it again: that must be an op which never refuses."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None or _tracing(x)
 
 
 lib.impl("dispatch_gemm_combine", _dispatch_gemm_combine, "CompositeImplicitAutograd")

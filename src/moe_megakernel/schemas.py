@@ -43,6 +43,7 @@ SCHEMAS = (
     _ROUTE,
     _LAYER,
     f"layer_forward({_FORWARD}, {_OPTIONS}) -> ({_RESULTS}, Tensor row_route)",
+    f"layer_forward_direct({_FORWARD}, {_OPTIONS}) -> ({_RESULTS}, Tensor row_route)",
     f"layer_backward({_SAVED}, Tensor row_route, {_OPTIONS}) -> {_GRADS}",
     f"layer_backward_accumulate({_SAVED}, Tensor row_route, {_MAIN}, {_OPTIONS}) -> {_GRADS}",
     f"group_forward({_FORWARD}, {_GROUP}, {_OPTIONS}) -> ({_RESULTS}, {_PLAN})",

@@ -21,8 +21,8 @@ from moe_megakernel.hopper.workspaces import ZEROED_BYTES, drop_workspaces, get_
 def device_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """What the device would say: its current stream, and whether a graph is captured."""
     state = SimpleNamespace(stream=0, capturing=False)
-    monkeypatch.setattr(workspaces, "_current_stream", lambda index: state.stream)
-    monkeypatch.setattr(workspaces, "_capturing", lambda: state.capturing)
+    monkeypatch.setattr(workspaces, "current_stream", lambda index: state.stream)
+    monkeypatch.setattr(workspaces, "capturing", lambda: state.capturing)
     monkeypatch.setattr(workspaces, "_allocate", lambda size, device: torch.full((size,), 9, dtype=torch.uint8))
     moe_megakernel.release_workspaces()
     yield state

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import contexts
 from ..errors import GroupError, MoEError, add_source, defer, invalid_id
 from ..plan_names import Counter, Role, TaskKind
 from .workspaces import drop_workspaces
@@ -84,6 +85,12 @@ def add_group_record(record: StatusRecord) -> None:
     """From now on errors are looked for in a group's record too."""
     with _lock:
         _group_records.add(record)
+    contexts.forget()
+
+
+def has_group_records() -> bool:
+    """Whether errors are looked for in records of groups, too."""
+    return bool(_group_records)
 
 
 def status_record(device: torch.device) -> StatusRecord:

@@ -12,12 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .. import contexts
 from ..plan_names import Direction
-from .device_status import status_record
-from .launch import PeerCall, hooks_for, num_sms_for, on_its_device, timeout_ns
+from .device_status import has_group_records, status_record
+from .launch import NO_HOOKS, PeerCall, hooks_for, num_sms_for, on_its_device, timeout_ns
 from .layout import aligned_bias, aligned_rows, aligned_weight, separate_rows
 from .ops import ACTIVATION_NUMBERS
-from .workspaces import get_workspace
+from .workspaces import capturing, current_stream, get_workspace
 
 _launch = torch.ops.moe.hopper_forward.default
 
@@ -50,6 +51,7 @@ def layer_forward(
     recompute: bool,
     h: Tensor | None = None,
     peer: PeerCall | None = None,
+    since: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One rank's forward on a CUDA device.
 
@@ -60,6 +62,8 @@ def layer_forward(
             needs one.
         peer: the group that the rank is one of, then num_experts counts the whole group's and the rows are its
             row_capacity; None for one rank.
+        since: `contexts.generation()` before errors of earlier steps were looked for: then later calls may go without
+            Python. None keeps no context.
 
     Returns:
         y [T, H]; h [T * K, 2I] whose rows past the last are undefined, or [0, 2I]; expert_offsets int32 [E + 1], all -1
@@ -82,7 +86,10 @@ def layer_forward(
     expert_offsets = topk_idx.new_empty(w_gate_up.shape[0] + 1, dtype=torch.int32)
     staged, num_sms = backend == "staged", num_sms_for(device.index)
     sizes = (tokens, top_k, num_experts, hidden, width, columns != width, staged, num_sms)
-    log, skip_counter, skip_index = hooks_for(Direction.FORWARD, sizes, device, peer)
+    log, skip_counter, skip_index = hooks = hooks_for(Direction.FORWARD, sizes, device, peer)
+    workspace = get_workspace(device, workspace_bytes(*sizes)) if peer is None else peer.workspace
+    status = status_record(device).tensor if peer is None else peer.status
+    timeout = timeout_ns()
     _launch(
         aligned_rows(x) if peer is None else separate_rows(x),
         topk_idx,
@@ -95,8 +102,8 @@ def layer_forward(
         h,
         expert_offsets,
         row_route,
-        get_workspace(device, workspace_bytes(*sizes)) if peer is None else peer.workspace,
-        status_record(device).tensor if peer is None else peer.status,
+        workspace,
+        status,
         log,
         None if peer is None else peer.group,
         num_experts,
@@ -105,8 +112,10 @@ def layer_forward(
         limit,
         staged,
         num_sms,
-        timeout_ns(),
+        timeout,
         skip_counter,
         skip_index,
     )
+    if since is not None and hooks is NO_HOOKS and x.is_cuda and not has_group_records() and not capturing():
+        contexts.keep(since, workspace, status, current_stream(device.index), num_sms, timeout)
     return y, h, expert_offsets, row_route

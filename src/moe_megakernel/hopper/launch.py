@@ -13,6 +13,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .. import contexts
 from ..config import get_num_sms, get_timeout
 from ..plan_names import Direction
 
@@ -53,9 +54,17 @@ class LaunchHooks(NamedTuple):
     skip_index: int = 0
 
 
-_NO_HOOKS = LaunchHooks()
-#: Asked for the hooks of every launch on a device, or None; set by `hopper.testing`.
-find_hooks: Callable[[Direction, LaunchSizes, torch.device, PeerCall | None], LaunchHooks] | None = None
+NO_HOOKS = LaunchHooks()
+FindHooks = Callable[[Direction, LaunchSizes, torch.device, PeerCall | None], LaunchHooks]
+#: Asked for the hooks of every launch on a device, or None.
+find_hooks: FindHooks | None = None
+
+
+def set_find_hooks(find: FindHooks | None) -> None:
+    """Sets who is asked for the hooks of launches from now on: `hopper.testing`, or nobody."""
+    global find_hooks
+    find_hooks = find
+    contexts.forget()
 
 
 def hooks_for(
@@ -66,7 +75,7 @@ def hooks_for(
 ) -> LaunchHooks:
     """The hooks of one launch; `sizes` are the fields of `LaunchSizes`, of a group with this rank's tokens."""
     find = find_hooks  # once: another thread may take it away
-    return _NO_HOOKS if find is None else find(direction, LaunchSizes(*sizes), device, peer)
+    return NO_HOOKS if find is None else find(direction, LaunchSizes(*sizes), device, peer)
 
 
 @cache

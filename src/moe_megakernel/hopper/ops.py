@@ -13,6 +13,7 @@ differentiates them.
   (`peer_memory.PeerMemory.numbers`): the rank is one of a group that shares memory. num_experts is then the whole
   group's, h and row_route have its row_capacity rows, workspace and status are the group's, and row_route packs home
   rank and route.
+* `hopper_keep_context`, `hopper_forget_contexts`: what `contexts` keeps for `layer_forward_direct`. stream: a handle.
 * `hopper_group_bytes`: int64 [2], bytes of shared memory and of workspace, both directions, on every rank; tokens is
   the group's max_tokens. `hopper_group_refuse`: a forward that this rank refuses, for the others to hear of it.
 * log: int64, the number of records and then LogRecords of five words each (`plan/log.h`), or None.
@@ -50,6 +51,8 @@ SCHEMAS = (
     "Tensor(d!) row_route, Tensor(e!) workspace, Tensor(f!) status, Tensor(g!)? log, Tensor? group, int num_experts, "
     f"{_LAUNCH}) -> ()",
     f"hopper_workspace_bytes({_SIZES}) -> int",
+    "hopper_keep_context(Tensor workspace, Tensor status, int stream, int num_sms, int timeout_ns) -> ()",
+    "hopper_forget_contexts() -> ()",
     "hopper_group_refuse(Tensor(a!) workspace, Tensor(b!) status, Tensor group, int timeout_ns) -> ()",
     f"hopper_group_bytes({_SIZES}, int num_ranks, int row_capacity) -> Tensor",
     f"hopper_plan_config({_SIZES}) -> Tensor",

@@ -156,7 +156,7 @@ def fault(counter: Counter, index: int, direction: Direction = Direction.FORWARD
     """
     with _lock:
         _faults.append((direction, counter, index))
-        launch.find_hooks = _find_hooks
+        launch.set_find_hooks(_find_hooks)
     try:
         yield
     finally:
@@ -175,7 +175,7 @@ def logged(direction: Direction = Direction.FORWARD) -> Iterator[list[Tensor]]:
     logs: list[Tensor] = []
     with _lock:
         _logs.append((direction, logs))
-        launch.find_hooks = _find_hooks
+        launch.set_find_hooks(_find_hooks)
     try:
         yield logs
     finally:
@@ -186,7 +186,7 @@ def logged(direction: Direction = Direction.FORWARD) -> Iterator[list[Tensor]]:
 
 def _uninstall() -> None:
     if not _faults and not _logs:
-        launch.find_hooks = None
+        launch.set_find_hooks(None)
 
 
 def _find_hooks(direction: Direction, sizes: LaunchSizes, device: torch.device, peer: PeerCall | None) -> LaunchHooks:

@@ -15,6 +15,8 @@ import threading
 import torch
 from torch import Tensor
 
+from .. import contexts
+
 #: Leading bytes that must be zero before the first launch, kZeroedBytes in `moe/plan/layout.h`. The rest may hold
 #: anything: a launch writes there before it reads.
 ZEROED_BYTES = 4096
@@ -35,12 +37,12 @@ def _new_workspace(num_bytes: int, device: torch.device) -> Tensor:
     return workspace
 
 
-def _current_stream(index: int) -> int:
+def current_stream(index: int) -> int:
     """The handle of the device's current stream, without making a Stream object."""
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -54,9 +56,9 @@ def get_workspace(device: torch.device, num_bytes: int) -> Tensor:
         device: with its index; the current device.
         num_bytes: of `hopper_workspace_bytes` or `hopper_backward_workspace_bytes`.
     """
-    if _capturing():
+    if capturing():
         return _new_workspace(num_bytes, device)
-    key = (device.index, _current_stream(device.index))
+    key = (device.index, current_stream(device.index))
     found = _cache.get(key)
     if found is not None and found.numel() >= num_bytes:
         return found
@@ -78,6 +80,7 @@ def _drop_smaller(key: tuple[int, int], num_bytes: int) -> None:
         kept = _cache.get(key)
         if kept is not None and kept.numel() < num_bytes:
             del _cache[key]
+            contexts.release()  # they hold it
 
 
 def drop_workspaces(index: int) -> None:
@@ -85,6 +88,7 @@ def drop_workspaces(index: int) -> None:
     with _lock:
         for key in [key for key in _cache if key[0] == index]:
             del _cache[key]
+    contexts.forget()
 
 
 def release_workspaces() -> None:
@@ -94,6 +98,7 @@ def release_workspaces() -> None:
     """
     with _lock:
         _cache.clear()
+    contexts.forget()
 
 
 def workspaces_bytes() -> int:
