@@ -22,8 +22,9 @@ struct ForwardConfig {
 };
 
 inline constexpr ForwardConfig kForwardConfigs[] = {
-    // 128 x 256 beat ping-pong 128 x 128 at every named shape, and two blocks that share a weight tile beat one
-    // (H200, 2026-12). 4 stages of 48 KB and 32 KB of staging fill the 227 KB of a block.
+    // 128 x 256 beat ping-pong 128 x 128 at every named shape, and ping-pong 128 x 192 at A, C and F (D: equal); two
+    // blocks that share a weight tile beat one (H200, 2026-12). 4 stages of 48 KB and 32 KB of staging fill the 227 KB
+    // of a block.
     {"bf16_128x256x64", 128, 256, 64, 4, 16384, 72, 216},
 };
 inline constexpr int kNumForwardConfigs = static_cast<int>(sizeof(kForwardConfigs) / sizeof(kForwardConfigs[0]));

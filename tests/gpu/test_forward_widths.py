@@ -25,6 +25,13 @@ def test_a07_expert_width(width: int, activation: str) -> None:
     check_layer(make_inputs(random_routing(24, 4, 2), 64, width, activation=activation, bias=True))
 
 
+@pytest.mark.parametrize("top_k", [3, 6, 12])
+@pytest.mark.parametrize("hidden", [1024, 1536, 1544, 2056, 4104])
+def test_combine_of_wide_rows(hidden: int, top_k: int) -> None:
+    """A warp sums 1536 columns at a time, with more than four routes a token 1024."""
+    check_layer(make_inputs(random_routing(33, 16, top_k, drop=0.1), hidden, 64, 16, bias=True))
+
+
 def check_fallback(inputs: LayerInputs, backend: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked by name, the first of several calls warns with `reason`; results are the reference's, and right."""
     monkeypatch.setattr("moe_megakernel.hopper.support._warned", set())

@@ -1,7 +1,7 @@
 // The combine: y[t] = sum over k, ascending, of weight[t, k] * o[t, k] in fp32, rounded once; in backward dx[t] from
 // the rows of dx without weights, and dS to its place. One warp claims a few tokens at a time and starts the loads of
-// up to eight rows before it adds the first. Dropped routes are not read. In the layer's kernel all computing warps do
-// this when their tasks are done; the staged combine kernel is nothing else.
+// up to eight rows, some KB of each, before it adds the first. Dropped routes are not read. In the layer's kernel all
+// computing warps do this when their tasks are done; the staged combine kernel is nothing else.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +39,7 @@ class CombineRole {
         if (refused) {
           store_nan(t);
         } else {
-          sum_token(t);
+          sum(t);
         }
       }
       ticket = pieces + __shfl_sync(kAll, next, 0);
@@ -67,8 +67,6 @@ class CombineRole {
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr int kBatch = 8;    // rows whose loads are started together
-  static constexpr int kColumns = 2;  // 16-byte columns of a lane that are summed together
 
   __device__ std::int32_t claim_ahead() const {
     return lane_ == 0 ? atomicAdd(params_.counters.plan.tickets + kCombineTickets * kTicketStride, 1) : 0;
@@ -100,6 +98,18 @@ class CombineRole {
     return {__ldg(weights.weights + t * weights.token_stride + k * weights.slot_stride), id >= 0};
   }
 
+  // The more a lane has under way, the closer the combine comes to the memory's rate: rows, and 16-byte columns of
+  // each, in 96 to 128 registers.
+  __device__ void sum(std::int64_t t) const {
+    if (top_k_ <= 4) {
+      sum_token<4, 6>(t);
+    } else {
+      sum_token<8, 4>(t);
+    }
+  }
+
+  // Starts the loads of kBatch rows and kColumns columns of a lane together.
+  template <int kBatch, int kColumns>
   __device__ void sum_token(std::int64_t t) const {
     const std::int64_t hidden = params_.problem.hidden;
     const std::uint16_t* rows = params_.combine.rows + t * top_k_ * hidden;
@@ -111,7 +121,8 @@ class CombineRole {
         const unsigned valid = __ballot_sync(kAll, route.valid);
         const std::int32_t end = top_k_ - group < 32 ? top_k_ - group : 32;
         for (std::int32_t k = 0; k < end; k += kBatch) {
-          add_batch(rows + (group + k) * hidden + column, hidden, hidden - column, valid >> k, route.weight, k, sums);
+          add_batch<kBatch>(rows + (group + k) * hidden + column, hidden, hidden - column, valid >> k, route.weight, k,
+                            sums);
         }
       }
       store(t, column, sums);
@@ -119,6 +130,7 @@ class CombineRole {
   }
 
   // Adds rows k to k + kBatch - 1 of the group that are valid.
+  template <int kBatch, int kColumns>
   __device__ void add_batch(const std::uint16_t* from, std::int64_t hidden, std::int64_t left, unsigned valid,
                             float weight, std::int32_t k, float (&sums)[kColumns][8]) const {
     uint4 loaded[kBatch][kColumns];
@@ -149,6 +161,7 @@ class CombineRole {
     }
   }
 
+  template <int kColumns>
   __device__ void store(std::int64_t t, std::int64_t column, const float (&sums)[kColumns][8]) const {
     const std::int64_t hidden = params_.problem.hidden;
     std::uint16_t* to = params_.combine.sums + t * hidden;

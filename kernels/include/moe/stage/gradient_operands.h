@@ -40,8 +40,9 @@ struct GradientBoxes {
   std::int32_t pair_half;  // ... or in halves
   std::int32_t expert;
   std::int32_t steps;
-  std::int32_t block;  // in the cluster
-  bool share_rows;     // else the columns
+  std::int32_t block;      // in the cluster
+  bool share_rows;         // else the columns
+  std::int32_t row_boxes;  // 2, or 1 where the second would hold rows that nobody has and nobody reads
   // What the epilogue reads of h: a tile of gate and, `up` columns further, of up; or null. At task's begin it would
   // leave the L2 cache again before it is needed.
   const CUtensorMap* h;
@@ -66,6 +67,7 @@ struct GradientBoxes {
   __device__ void load(std::int32_t step, Element* to_rows, Element* to_columns, std::uint64_t* barrier) const {
     prefetch(step);
     const auto load_rows = [&](std::int32_t box, bool both) {
+      if (box >= row_boxes) return;
       const std::int32_t x = rows_x.begin + box * rows_x.box + step * rows_x.depth;
       const std::int32_t y = rows_y.begin + box * rows_y.box + step * rows_y.depth;
       auto* to = to_rows + box * kBoxElements;
@@ -87,6 +89,7 @@ struct GradientBoxes {
         cute::SM90_TMA_LOAD_4D::copy(columns, barrier, kNormalHint, to, x, y, pair * pair_half, expert);
       }
     };
+    if (row_boxes == 1) skip_bytes(barrier, kBoxElements * sizeof(Element));
     if (share_rows) {
       load_rows(block, true);
 #pragma unroll
@@ -119,6 +122,7 @@ __device__ GradientBoxes<kConfig> operand_boxes(const BackwardParams& params, co
   GradientBoxes<kConfig> boxes{};
   boxes.block = block;
   boxes.share_rows = task.paired_columns != 0;
+  boxes.row_boxes = is_tile_task(task.kind) && slot.rows <= Traits::kHalfRows ? 1 : 2;
   boxes.expert = task.expert;
   // Rows as they are stored, and columns across; weight gradients and gate_up differ.
   boxes.rows_x = {0, 0, kDepth};

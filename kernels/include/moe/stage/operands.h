@@ -24,13 +24,15 @@ struct OperandBoxes {
   std::int32_t half_rows;   // from half 0 to half 1: rows of the weight ...
   std::int32_t half_index;  // ... or steps from gate to up
   std::int32_t steps;
-  std::int32_t block;  // in the cluster
-  bool share_rows;     // else the weight
+  std::int32_t block;      // in the cluster
+  bool share_rows;         // else the weight
+  std::int32_t row_boxes;  // 2, or 1 where the second would hold rows that nobody has and nobody reads
 
   // By one thread: everything that this block loads of one step.
   __device__ void load(std::int32_t step, Element* to_rows, Element* to_columns, std::uint64_t* barrier) const {
     const std::int32_t depth = step * Traits::kDepth;
     const auto load_rows = [&](std::int32_t half, bool both) {
+      if (half >= row_boxes) return;
       auto* to = to_rows + half * Traits::kHalfRows * Traits::kDepth;
       const std::int32_t y = row + half * Traits::kHalfRows;
       if (both) {
@@ -49,6 +51,7 @@ struct OperandBoxes {
         cute::SM90_TMA_LOAD_4D::copy(weight, barrier, kNormalHint, to, depth, y, index, expert);
       }
     };
+    if (row_boxes == 1) skip_bytes(barrier, Traits::kHalfRows * Traits::kDepth * sizeof(Element));
     if (share_rows) {
       load_rows(block, true);
       load_columns(0, false);
@@ -83,6 +86,7 @@ __device__ OperandBoxes<kConfig> operand_boxes(const ForwardParams& params, cons
   boxes.steps = gate_up ? params.gate_up_steps : params.down_steps;
   boxes.block = block;
   boxes.share_rows = task.paired_columns != 0;
+  boxes.row_boxes = slot.rows <= Traits::kHalfRows ? 1 : 2;
   return boxes;
 }
 

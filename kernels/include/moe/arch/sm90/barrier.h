@@ -54,6 +54,12 @@ struct Barrier {
   }
 };
 
+// Counts bytes that a phase does without as arrived. By the thread that says how many will arrive.
+__device__ inline void skip_bytes(std::uint64_t* barrier, std::uint32_t bytes) {
+  asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
 // Number of this block in its cluster.
 __device__ inline std::uint32_t block_in_cluster() {
   std::uint32_t rank;
