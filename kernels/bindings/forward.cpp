@@ -41,6 +41,18 @@ Tensor hopper_group_bytes(std::int64_t max_tokens, std::int64_t top_k, std::int6
   return bytes;
 }
 
+void hopper_group_refuse(const Tensor& workspace, const Tensor& status, const Tensor& group, std::int64_t timeout_ns) {
+  constexpr const char* kRefuseOp = "moe::hopper_group_refuse: ";
+  const PeerGroup peers = read_group(kRefuseOp, group);
+  const Checker check{kRefuseOp, workspace.get_device_index()};
+  check.contiguous("workspace", workspace, ScalarType::Byte, {workspace.numel()});
+  check_workspace(check, workspace, kZeroedBytes);
+  const torch::stable::accelerator::DeviceGuard guard(check.device);
+  const std::string error = refuse_step(peers, workspace.mutable_data_ptr(), read_status(check, status), timeout_ns,
+                                        current_stream(check.device));
+  STD_TORCH_CHECK(error.empty(), kRefuseOp, "launch: ", error);
+}
+
 }  // namespace
 
 void hopper_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& w_gate_up,
@@ -100,21 +112,6 @@ void hopper_forward(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_
   STD_TORCH_CHECK(error.empty(), kOp, "launch: ", error);
 }
 
-namespace {
-
-void hopper_group_refuse(const Tensor& workspace, const Tensor& status, const Tensor& group, std::int64_t timeout_ns) {
-  constexpr const char* kRefuseOp = "moe::hopper_group_refuse: ";
-  const PeerGroup peers = read_group(kRefuseOp, group);
-  const Checker check{kRefuseOp, workspace.get_device_index()};
-  check.contiguous("workspace", workspace, ScalarType::Byte, {workspace.numel()});
-  check_workspace(check, workspace, kZeroedBytes);
-  const torch::stable::accelerator::DeviceGuard guard(check.device);
-  const std::string error = refuse_step(peers, workspace.mutable_data_ptr(), read_status(check, status), timeout_ns,
-                                        current_stream(check.device));
-  STD_TORCH_CHECK(error.empty(), kRefuseOp, "launch: ", error);
-}
-
-}  // namespace
 }  // namespace moe
 
 STABLE_TORCH_LIBRARY_IMPL(moe, CUDA, m) {

@@ -1,6 +1,6 @@
 // What the bindings of the fused kernels share: checks that tensors are what the kernels take, and from tensors to the
 // plain structs of forward/arguments.h. A fault found here is a mistake of src/moe_megakernel/hopper. Included by
-// bindings/forward.cpp and bindings/backward.cpp.
+// bindings/forward.cpp, bindings/layer_forward.cpp and bindings/backward.cpp.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>

@@ -47,7 +47,7 @@ def keep(since: int, workspace: Tensor, status: Tensor, stream: int, num_sms: in
         kept = _kept.get(key)
         if kept is not None and kept[0] is workspace and kept[1] is status and kept[2:] == context[2:]:
             return
-        torch.ops.moe.hopper_keep_context(*context[:2], stream, *context[2:])
+        torch.ops.moe.hopper_keep_context(workspace, status, stream, num_sms, timeout_ns)
         _kept[key] = context
 
 

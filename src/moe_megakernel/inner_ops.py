@@ -85,8 +85,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         x = args[0]
         since = contexts.generation()
         raise_pending(x.device)
-        given: tuple[Any, ...] = (*args, None, None, since)
-        y, h, expert_offsets, row_route = hopper_layer_forward(*given)
+        y, h, expert_offsets, row_route = hopper_layer_forward(*args, since=since)  # type: ignore[misc]  # args end before it
         return y, h, _anchor(x), expert_offsets, row_route
     inputs, num_experts, group, options = read_forward(args)
     peers = None if group is None else _peers(group, options, inputs.x.device)
@@ -95,13 +94,13 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         y, h, saved = peer_forward(inputs.x, peers, inputs, num_experts, group.row_capacity, options)
         return y, h, _anchor(y), saved.expert_offsets, saved.row_order, saved.route_order, saved.splits
     _refuse_capture(inputs.x.device, options.backend, group)
-    call = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
+    given = (inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.weights, num_experts, options.act)
     with torch.autocast(inputs.x.device.type, enabled=False):  # it would reach into the matrix products
         if group is None:
-            y, h, *plan = layer_forward(*call, options.saves_h)
+            y, h, *plan = layer_forward(*given, options.saves_h)
         else:
             state, gradients = get_group(group.group_name), unpack_needs(options.needs).names()
-            y, h, saved = group_forward(state, *call, group.row_capacity, gradients, options.saves_h, options.backend)
+            y, h, saved = group_forward(state, *given, group.row_capacity, gradients, options.saves_h, options.backend)
             plan = [saved.expert_offsets, saved.row_order, saved.route_order, saved.splits]
     return y, h, _anchor(y), *plan
 
